@@ -1,0 +1,17 @@
+"""Train, evaluate and run DFlash block-diffusion drafters (arXiv 2602.06036) on Hugging Face Transformers."""
+
+from dflash_hf.configuration_dflash import DFlashConfig, build_target_layer_ids, create_drafter_config
+from dflash_hf.generation_dflash import DFlashCandidateGenerator
+from dflash_hf.initialization_dflash import create_drafter
+from dflash_hf.modeling_dflash import DFlashDraftModel
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DFlashCandidateGenerator",
+    "DFlashConfig",
+    "DFlashDraftModel",
+    "build_target_layer_ids",
+    "create_drafter",
+    "create_drafter_config",
+]
