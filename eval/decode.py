@@ -65,7 +65,7 @@ class RoundRecorder(BaseStreamer):
 
 
 def method_options(method: str, drafter: PreTrainedModel | None) -> dict[str, Any]:
-    """`generate()` options of a method: `plain`, `dflash`, `prompt_lookup` or `native` (Transformers' own DFlash loop).
+    """`generate()` options of `plain`, `dflash`, `prompt_lookup` or `native` (Transformers' own DFlash loop).
 
     Raises:
         ValueError: If the method is unknown or needs a drafter and none is given.

@@ -138,7 +138,8 @@ def _processor_name() -> str:
 def markdown_table(summary: dict[str, dict[str, dict[str, float]]]) -> str:
     """The summary as a Markdown table, one row per method and kind."""
     lines = [
-        "| method | prompts | tau (mean) | tau (pooled) | speed-up | speed-up (median) | tokens/s | identical | repeated 4-grams |",
+        "| method | prompts | tau (mean) | tau (pooled) | speed-up | speed-up (median) | tokens/s | identical "
+        "| repeated 4-grams |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for method, kinds in summary.items():

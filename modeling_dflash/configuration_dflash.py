@@ -57,15 +57,16 @@ class DFlashConfig(Qwen3Config):
     # There is no meaningful default drafter; this keeps every value in the saved file.
     has_no_defaults_at_init = True
 
-    vocab_size: int | None = None
-    hidden_size: int | None = None
-    intermediate_size: int | None = None
-    num_hidden_layers: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    rms_norm_eps: float | None = None
-    max_position_embeddings: int | None = None
+    # 0 stands for "missing": the parent's type check refuses None before we could name the key.
+    vocab_size: int = 0
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    rms_norm_eps: float = 0.0
+    max_position_embeddings: int = 0
     sliding_window: int | None = None
     block_size: int | None = None
     num_target_layers: int | None = None
@@ -112,10 +113,10 @@ class DFlashConfig(Qwen3Config):
         if selector_keys or "DFlash2DraftModel" in (self.architectures or []):
             raise ValueError(
                 f"This is a DFlash 2 drafter (`architectures`: {self.architectures}, keys {selector_keys}), which has "
-                "a convolution and a candidate selector. Only DFlash drafters are supported; load a version 1 checkpoint."
+                "a convolution and a candidate selector. It is not supported; load a version 1 checkpoint."
             )
         for place in (kwargs, nested):
-            if place.pop("sample_from_anchor", False):
+            if place.get("sample_from_anchor"):
                 raise ValueError(
                     "`sample_from_anchor` is true: slot 0 of this drafter already predicts. Here slot 0 is the anchor "
                     "and slot k predicts token anchor + k. Convert or retrain the drafter."
@@ -123,6 +124,8 @@ class DFlashConfig(Qwen3Config):
 
     def _gather_dflash_fields(self, kwargs: dict[str, Any]) -> None:
         nested = dict(self.dflash_config or {})
+        for place in (kwargs, nested):
+            place.pop("sample_from_anchor", None)
         for key in _DFLASH_FIELDS:
             value = _agreed_value(key, kwargs.pop(key, None), f"dflash_config.{key}", nested.pop(key, None))
             if value is not None:
@@ -134,7 +137,7 @@ class DFlashConfig(Qwen3Config):
         self.sliding_window = _agreed_value(
             "sliding_window", self.sliding_window, "dflash_config.swa_window_size", nested.pop("swa_window_size", None)
         )
-        if nested.pop("use_swa", False) and self.layer_types is None:
+        if nested.pop("use_swa", False) and "sliding_attention" not in (self.layer_types or []):
             raise ValueError(
                 "`dflash_config.use_swa` is true but `layer_types` does not say which layers slide. Add it."
             )
@@ -148,7 +151,7 @@ class DFlashConfig(Qwen3Config):
             )
 
     def _require_shapes(self) -> None:
-        missing = [key for key in _SHAPE_FIELDS if getattr(self, key) is None]
+        missing = [key for key in _SHAPE_FIELDS if not getattr(self, key)]
         if missing:
             raise ValueError(f"The drafter config lacks {missing}. Copy them from the checkpoint; nothing is assumed.")
 
@@ -171,18 +174,16 @@ class DFlashConfig(Qwen3Config):
             self.sliding_window = None
         elif not self.sliding_window or self.sliding_window < 1:
             raise ValueError(
-                f"`layer_types` has sliding layers but `sliding_window` is {self.sliding_window}. Give the window that "
-                "the drafter was trained with, in tokens."
+                f"`layer_types` has sliding layers but `sliding_window` is {self.sliding_window}. Give the window "
+                "that the drafter was trained with, in tokens."
             )
 
     def _require_rope_theta(self, kwargs: dict[str, Any]) -> None:
-        flat_scaling = kwargs.pop("rope_scaling", None)
-        parameters = _agreed_value(
-            "rope_scaling", flat_scaling or None, "rope_parameters", self.rope_parameters or None
-        )
-        parameters = dict(parameters or {})
+        nested = dict(self.rope_parameters or {})
         flat_theta = kwargs.pop("rope_theta", None)
-        theta = _agreed_value("rope_theta", flat_theta, "rope_parameters.rope_theta", parameters.get("rope_theta"))
+        theta = _agreed_value("rope_theta", flat_theta, "rope_parameters.rope_theta", nested.pop("rope_theta", None))
+        flat_scaling = kwargs.pop("rope_scaling", None)
+        parameters = dict(_agreed_value("rope_scaling", flat_scaling or None, "rope_parameters", nested or None) or {})
         if theta is None:
             raise ValueError(
                 "The drafter config has no rope theta (`rope_theta` or `rope_parameters.rope_theta`). Copy the value "
@@ -205,8 +206,8 @@ class DFlashConfig(Qwen3Config):
             raise ValueError(f"`block_size` is {self.block_size}; it counts the anchor, so at least 2 is needed.")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
-                f"`mask_token_id` is {self.mask_token_id}, outside the target's embedding (0 to {self.vocab_size - 1}). "
-                "Choose an unused row of the target's table."
+                f"`mask_token_id` is {self.mask_token_id}, outside the target's embedding (0 to "
+                f"{self.vocab_size - 1}). Choose an unused row of the target's table."
             )
         _check_layer_ids(self.target_layer_ids, self.num_target_layers)
         if self.num_attention_heads % self.num_key_value_heads:
@@ -238,8 +239,9 @@ def build_target_layer_ids(num_target_layers: int, num_features: int) -> list[in
     is_increasing = all(low < high for low, high in zip(layer_ids, layer_ids[1:], strict=False))
     if not is_increasing or not 0 <= layer_ids[0] <= layer_ids[-1] < num_target_layers - 1:
         raise ValueError(
-            f"A target with {num_target_layers} layers has no {num_features} different layers to tap between its second "
-            f"and its third-to-last (the rule gives {layer_ids}). Ask for fewer features or set `target_layer_ids`."
+            f"A target with {num_target_layers} layers has no {num_features} different layers to tap between its "
+            f"second and its third-to-last (the rule gives {layer_ids}). Ask for fewer features or set "
+            "`target_layer_ids`."
         )
     return layer_ids
 
@@ -285,7 +287,7 @@ def create_drafter_config(
         "head_dim": getattr(text_config, "head_dim", None) or text_config.hidden_size // num_attention_heads,
         "rms_norm_eps": getattr(text_config, "rms_norm_eps", None) or 1e-6,
         "max_position_embeddings": text_config.max_position_embeddings,
-        "rope_theta": _plain_rope_theta(text_config) if "rope_theta" not in overrides else None,
+        "rope_theta": None if "rope_parameters" in overrides else _plain_rope_theta(text_config),
         "num_hidden_layers": num_hidden_layers,
         "num_target_layers": num_target_layers,
         "block_size": block_size,
@@ -300,7 +302,8 @@ def create_drafter_config(
     for key in ("intermediate_size", "rope_theta"):
         if fields[key] is None and not (key == "rope_theta" and fields.get("rope_parameters")):
             raise ValueError(
-                f"The target's config ({text_config.model_type}) gives no single `{key}` for a drafter. Pass `{key}=...`."
+                f"The target's config ({text_config.model_type}) gives no single `{key}` for a drafter. "
+                f"Pass `{key}=...`."
             )
     return DFlashConfig(**{key: value for key, value in fields.items() if value is not None})
 

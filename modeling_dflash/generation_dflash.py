@@ -11,9 +11,11 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     PreTrainedModel,
+    SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.utils import GenerationMixin
@@ -32,6 +34,8 @@ _KEEP_ARGMAX = (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
 )
+# These count their calls, so scores of tokens that are then rejected would change the text.
+_ONE_CALL_PER_TOKEN = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 _ROUNDS_BEFORE_ALARM = 48
 
 
@@ -121,8 +125,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self._taps = TargetTaps(target, drafter.config.target_layer_ids)
         self._cache = ContextCache(drafter.config.num_hidden_layers)
         self._mask_ids = torch.full((1, drafter.config.block_size - 1), drafter.config.mask_token_id)
+        self._num_context = 0
         self._is_after_prefill = False
-        self._is_off = False
+        self._is_off = any(isinstance(processor, _ONE_CALL_PER_TOKEN) for processor in logits_processor or ())
+        if self._is_off:
+            logger.warning("Guidance and SynthID watermarks need one call per token: the drafter is off in this call.")
 
     def get_candidates(
         self,
@@ -139,22 +146,18 @@ class DFlashCandidateGenerator(CandidateGenerator):
             self._is_after_prefill = True
             return input_ids, None
         room = self.max_length - input_ids.shape[1] - 1
+        is_after_prefill, self._is_after_prefill = self._is_after_prefill, False
         if self._is_off or room < 1:
             return input_ids, None
-        features = self._taps.take()
-        num_tokens = input_ids.shape[1] - 1
-        if self._is_after_prefill:
-            mask = (model_kwargs or {}).get("attention_mask")
-            if mask is not None and mask.dim() == 2:
-                is_real = mask[0, : input_ids.shape[1] - 1].bool()
-                num_tokens = int(is_real.sum())
-                features = features[:, is_real[-features.shape[1] :]]
-            self._num_context = num_tokens
-            self._is_after_prefill = False
-        else:
-            features = features[:, : int(n_last_matches) + 1]
-            self._num_context += features.shape[1]
         try:
+            features = self._taps.take()
+            if is_after_prefill:
+                mask = (model_kwargs or {}).get("attention_mask")
+                if mask is not None and mask.dim() == 2:
+                    features = features[:, mask[0, : features.shape[1]].bool()]
+            else:
+                features = features[:, : int(n_last_matches) + 1]
+            self._num_context += features.shape[1]
             proposals = self._draft(input_ids, features, min(room, self.num_proposals))
         except RuntimeError as error:  # out of memory is one of these
             self._is_off = True
@@ -167,10 +170,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if self._is_after_prefill:
             return
         self.accepted_lengths.append(int(num_matches) + 1)
-        if len(self.accepted_lengths) == _ROUNDS_BEFORE_ALARM and max(self.accepted_lengths) == 1:
+        is_alarm_due = len(self.accepted_lengths) == _ROUNDS_BEFORE_ALARM and not self._is_off
+        if is_alarm_due and max(self.accepted_lengths) == 1:
             logger.warning_once(
-                f"No proposal was accepted in {_ROUNDS_BEFORE_ALARM} rounds. The output is right, but slow: check that "
-                "the drafter belongs to this target, its dtype, and the chat template that it was trained with."
+                f"No proposal was accepted in {_ROUNDS_BEFORE_ALARM} rounds. The output is right, but slow: check "
+                "that the drafter belongs to this target, its dtype, and the chat template that it was trained with."
             )
 
     def _draft(self, input_ids: torch.LongTensor, features: torch.Tensor, num_proposals: int) -> torch.LongTensor:
@@ -221,12 +225,14 @@ def install_dispatch() -> None:
         is_ours = getattr(assistant_model, "is_dflash_drafter", False) and generation_config.speculation_type is None
         if not is_ours:
             return original(self, generation_config, input_ids, *args, assistant_model=assistant_model, **kwargs)
-        return assistant_model.candidate_generator(
+        generator = assistant_model.candidate_generator(
             self,
             generation_config=generation_config,
             logits_processor=kwargs.get("logits_processor"),
             batch_size=input_ids.shape[0],
         )
+        _start_from_prompt(kwargs.get("model_kwargs") or {}, generation_config, input_ids.shape[1])
+        return generator
 
     get_candidate_generator.dispatches_dflash = True
     GenerationMixin._get_candidate_generator = get_candidate_generator
@@ -263,6 +269,21 @@ def spec_generate(
         max_new_tokens=max_new_tokens,
         **options,
     )
+
+
+def _start_from_prompt(model_kwargs: dict[str, Any], generation_config: GenerationConfig, num_tokens: int) -> None:
+    """Empties a given cache: assisted decoding reads all of `input_ids`, also those tokens that the cache holds."""
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.dim() == 2 and mask.shape[1] != num_tokens:
+        raise ValueError(
+            f"`attention_mask` covers {mask.shape[1]} tokens and `input_ids` has {num_tokens}. Assisted decoding "
+            "needs the whole prompt as `input_ids`."
+        )
+    cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
+    # Transformers 5.24 drops a mask of ones and keeps its length here; a longer one means `input_ids` are all new.
+    has_only_new_tokens = (getattr(generation_config, "_mask_length", None) or num_tokens) > num_tokens
+    if cache is not None and cache.get_seq_length() and not has_only_new_tokens:
+        cache.crop(-cache.get_seq_length())
 
 
 def _num_proposals(generation_config: GenerationConfig, block_size: int) -> int:

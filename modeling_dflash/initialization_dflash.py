@@ -44,8 +44,8 @@ def create_drafter(target: PreTrainedModel, config: DFlashConfig, init: str = "t
     sources = list(layers[-config.num_hidden_layers :])
     if len(sources) < config.num_hidden_layers:
         raise ValueError(
-            f"The drafter has {config.num_hidden_layers} layers, the target only {len(sources)}. Use fewer draft layers "
-            "or `init='random'`."
+            f"The drafter has {config.num_hidden_layers} layers, the target only {len(sources)}. Use fewer draft "
+            "layers or `init='random'`."
         )
     for source in sources:
         _require_parts(source, type(target).__name__)
@@ -108,8 +108,8 @@ def _copy_attention(source: nn.Module, attention: nn.Module, query_rms: float, k
         ours, theirs = getattr(attention, name), getattr(source, name)
         if ours.weight.shape != theirs.weight.shape:
             raise ValueError(
-                f"The drafter's `{name}` is {tuple(ours.weight.shape)}, the target's {tuple(theirs.weight.shape)}. Give "
-                "the config the target's heads and `head_dim`, or use `init='random'`."
+                f"The drafter's `{name}` is {tuple(ours.weight.shape)}, the target's {tuple(theirs.weight.shape)}. "
+                "Give the config the target's heads and `head_dim`, or use `init='random'`."
             )
         ours.weight.copy_(theirs.weight)
         if ours.bias is not None:

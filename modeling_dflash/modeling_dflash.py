@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
@@ -118,7 +119,9 @@ class DFlashAttention(nn.Module):
             visible = attention_mask
         if visible is None or implementation == "sdpa" or visible.dtype != torch.bool:
             return visible
-        # Eager and flex_attention add the mask to the scores.
+        if implementation == "flex_attention":
+            return _flex_mask(visible)
+        # Eager attention adds the mask to the scores.
         batch = query.shape[0]
         additive = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
         additive.masked_fill_(~visible, torch.finfo(query.dtype).min)
@@ -210,8 +213,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             noise_embeds (`torch.Tensor`): The target's embeddings of [anchor, mask, mask, ...], shape (batch, Q, D).
             context_hidden_states (`torch.Tensor`): Features of context tokens that `cache` does not hold yet, shape
                 (batch, C, len(target_layer_ids) * D).
-            attention_mask (`torch.Tensor` or `dict`, *optional*): None: every key is real. Shape (batch, keys): 0 marks
-                padding. Bool of shape (batch, 1, Q, keys) or a flex_attention `BlockMask`: the whole rule, as in
+            attention_mask (`torch.Tensor` or `dict`, *optional*): None: every key is real. Shape (batch, keys): 0
+                marks padding. Bool of shape (batch, 1, Q, keys) or a flex_attention `BlockMask`: the whole rule, as in
                 training. A dict gives one of these per layer type.
             position_ids (`torch.LongTensor`, *optional*): Positions of context then block, shape (batch, C + Q);
                 default: counted on from `cache`.
@@ -284,6 +287,20 @@ def block_visibility(
     if sliding_window is not None:
         visible &= distance.abs() < sliding_window
     return visible[None, None]
+
+
+def _flex_mask(visible: torch.Tensor) -> BlockMask:
+    """`visible` of shape (batch or 1, 1, queries, keys) for flex_attention.
+
+    An additive mask as `score_mod` is not used: compiled for CPU it corrupts memory (torch 2.13, short blocks).
+    """
+    return create_block_mask(
+        lambda batch, head, query, key: visible[batch, 0, query, key],
+        visible.shape[0],
+        None,
+        *visible.shape[-2:],
+        device=visible.device,
+    )
 
 
 def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

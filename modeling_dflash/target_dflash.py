@@ -1,4 +1,4 @@
-"""What a drafter borrows from its target: layer outputs, embedding and head. None of it enters the drafter's weights."""
+"""What a drafter borrows from its target: layer outputs, embedding, head. None of it enters the drafter's weights."""
 
 import threading
 import weakref

@@ -15,8 +15,8 @@ def block_mask_dense(
     """Which keys each slot of each block sees.
 
     A slot sees the context strictly before its anchor and the slots of its own block; nothing of other blocks. In
-    sliding layers a key is visible if `query - key < sliding_window`, in causal layers slots see no later slots. Unused
-    blocks see themselves only, so that no row of the softmax is empty.
+    sliding layers a key is visible if `query - key < sliding_window`, in causal layers slots see no later slots.
+    Unused blocks see themselves only, so that no row of the softmax is empty.
 
     Args:
         anchors (`torch.LongTensor`): Shape (batch, num_anchors).

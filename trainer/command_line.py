@@ -9,8 +9,13 @@ import yaml
 from transformers import HfArgumentParser
 
 
-def parse_options(*option_classes: type, arguments: list[str] | None = None, description: str | None = None) -> list:
-    """One filled instance per dataclass in `option_classes`.
+def parse_options(
+    *option_classes: type,
+    arguments: list[str] | None = None,
+    description: str | None = None,
+    with_words: str | None = None,
+) -> list:
+    """One filled instance per dataclass in `option_classes`, and with `with_words` the list of words without a flag.
 
     `--config FILE` reads a YAML file whose keys are the flags' names; flags on the command line win over the file.
 
@@ -18,19 +23,22 @@ def parse_options(*option_classes: type, arguments: list[str] | None = None, des
         option_classes: Dataclasses whose fields are the command's flags.
         arguments (`list[str]`, *optional*): Defaults to the command line.
         description (`str`, *optional*): Shown by `--help`.
+        with_words (`str`, *optional*): Name of the words without a flag in `--help`.
     Raises:
         ValueError: If the YAML file has a key that no dataclass has.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = HfArgumentParser(list(option_classes), description=description)
     parser.add_argument("--config", help="YAML file with the same names as the flags; flags win.")
+    if with_words is not None:
+        parser.add_argument("words", nargs="*", metavar=with_words)
     finder = argparse.ArgumentParser(add_help=False)
     finder.add_argument("--config")
     config_file = finder.parse_known_args(arguments)[0].config
     if config_file is not None:
         _set_defaults(parser, _read_yaml(config_file), config_file, option_classes)
     *options, namespace = parser.parse_args_into_dataclasses(args=arguments)
-    return options
+    return options if with_words is None else [*options, namespace.words]
 
 
 def _read_yaml(config_file: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Rows of token ids and loss masks: files, the training dataset and the batch collator."""
 
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,7 +57,8 @@ class TokenRows(Dataset):
         self.rows = rows
         self.max_length = max_length
         self.epoch = 0
-        if not any(sum(self[i]["loss_mask"]) > 1 for i in range(len(rows))):
+        masks = (self[i]["loss_mask"] for i in range(len(rows)))
+        if not any(first and second for mask in masks for first, second in itertools.pairwise(mask)):
             raise ValueError(
                 f"None of the {len(rows)} rows has two supervised tokens in a row, so there is nothing to learn from. "
                 "Check the loss mask: it must be 1 on the target's answers."
@@ -100,7 +102,7 @@ class AnchorCollator:
     seed: int
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """`input_ids` (B, T), `lengths`, `rows` (B,), `anchors`, `is_valid` (B, N), `labels`, `weights` (B, N, block)."""
+        """`input_ids` (B, T); `lengths`, `rows` (B,); `anchors`, `is_valid` (B, N); `labels`, `weights` (B, N, block)."""
         block_size = self.slot_weights.shape[0]
         lengths = [len(row["input_ids"]) for row in rows]
         input_ids = torch.zeros(len(rows), max(lengths), dtype=torch.long)

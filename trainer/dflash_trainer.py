@@ -5,14 +5,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.utils import logging
 
-from dflash_hf.target_dflash import check_drafter_fits, draft_logits, embed_tokens, shape_logits
+from dflash_hf.target_dflash import check_drafter_fits, draft_logits, embed_tokens, shape_logits, text_config
 from dflash_hf.trainer.anchors import row_generator
 from dflash_hf.trainer.block_attention import BLOCK_ATTENTION, block_layout
 from dflash_hf.trainer.block_mask import block_positions
 from dflash_hf.trainer.data import AnchorCollator, TokenRows
+from dflash_hf.trainer.feature_store import FeatureStore, features_fingerprint
 from dflash_hf.trainer.loss import (
     DFlashLossOutput,
     decay_for_block_size,
@@ -75,11 +76,21 @@ class DFlashTrainer(Trainer):
         # compute_loss divides by the weights of the whole optimizer step, which the loop hands over.
         self.model_accepts_loss_kwargs = True
         self.target_model = target_model.to(self.args.device)
-        self.target_features = TargetFeatures(
-            self.target_model, model.config.target_layer_ids, keep_in_memory=args.keep_features_in_memory
-        )
+        self.target_features = TargetFeatures(self.target_model, model.config.target_layer_ids)
+        self._store = None
+        if args.cache_features is not None and self.train_dataset is not None:
+            self._store = self._open_store(args.cache_features)
+        if self.train_dataset is not None:
+            self.add_callback(_EpochSetter(self.train_dataset))
         self.train_metrics = BlockMetrics(block_size)
         self.eval_metrics = BlockMetrics(block_size)
+
+    def _open_store(self, folder: str) -> FeatureStore:
+        rows = [self.train_dataset[i]["input_ids"] for i in range(len(self.train_dataset))]
+        layer_ids = self.target_features.layer_ids
+        width = len(layer_ids) * text_config(self.target_model).hidden_size
+        fingerprint = features_fingerprint(self.target_model, layer_ids, rows)
+        return FeatureStore(folder, [len(row) for row in rows], width, self.target_model.dtype, fingerprint)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         """Sum of loss weights over the optimizer step and all processes."""
@@ -111,8 +122,11 @@ class DFlashTrainer(Trainer):
         """Loss sums of a batch from [`AnchorCollator`]: target features, blocks, drafter, head."""
         config = self.accelerator.unwrap_model(model).config
         input_ids, anchors = inputs["input_ids"], inputs["anchors"]
-        row_ids = inputs["rows"].tolist() if model.training else None  # evaluation rows have the same numbers
-        features = self.target_features(input_ids, inputs["lengths"].tolist(), row_ids)
+        if self._store is not None and model.training:
+            row_ids, lengths = inputs["rows"].tolist(), inputs["lengths"].tolist()
+            features = self.target_features.stored(input_ids, lengths, row_ids, self._store)
+        else:
+            features = self.target_features(input_ids)
         block_ids = torch.full_like(inputs["labels"], config.mask_token_id)
         block_ids[:, :, 0] = input_ids.gather(1, anchors)
         with torch.no_grad():
@@ -196,9 +210,24 @@ class DFlashTrainer(Trainer):
         mean = output.loss_sum.item() / max(output.weight_sum.item(), 1e-9)
         if output.weight_sum > 0 and (mean < _LEAK_BOUND or math.isnan(mean)):
             raise ValueError(
-                f"The loss is {mean:.4f} nats at step {self.state.global_step}. This early, below {_LEAK_BOUND} (or NaN) "
-                "means that blocks see their answers or that the data is constant; training on would be useless."
+                f"The loss is {mean:.4f} nats at step {self.state.global_step}. This early, below {_LEAK_BOUND} "
+                "(or NaN) means that blocks see their answers or that the data is constant; training on would be useless."
             )
+
+
+class _EpochSetter(TrainerCallback):
+    """Tells the rows which epoch begins, because Accelerate's dataloader does so only in one process without skips.
+
+    With several processes, or after a resume inside an epoch, `DataLoaderShard.set_epoch` (Accelerate 1.15) finds the
+    inner sampler and leaves the dataset out: anchors would stay those of epoch 0.
+    """
+
+    def __init__(self, rows: TokenRows):
+        self.rows = rows
+
+    def on_epoch_begin(self, args, state, control, **kwargs) -> None:
+        # After a resume `state.epoch` lies inside the epoch; a sum of steps may end a rounding error below a whole one.
+        self.rows.set_epoch(int(state.epoch + 1e-6))
 
 
 def _token_rows(rows: Any | None) -> TokenRows | None:

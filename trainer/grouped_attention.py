@@ -1,8 +1,8 @@
 """SDPA for grouped-query attention that never copies keys: on a CPU, batched decoding is many times faster with it.
 
-Transformers repeats keys and values for every query head when a mask is given. Here the query heads of one group become
-rows of one head instead, which is the same sum. Used where many rows are decoded at once (`dflash-regenerate`); on
-accelerators the stock kernels are better.
+Transformers repeats keys and values for every query head when a mask is given. Here the query heads of one group
+become rows of one head instead, which is the same sum. Used where many rows are decoded at once
+(`dflash-regenerate`); on accelerators the stock kernels are better.
 """
 
 import torch

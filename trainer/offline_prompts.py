@@ -1,7 +1,8 @@
 """Training prompts that need no hub: docstrings of the standard library, seeded maths generators, topics.
 
 No benchmark set is among them. The maths source `gsm_symbolic` is made of GSM8K-like templates, so GSM8K figures of
-a drafter trained on it are in-domain. Modules in `HELD_OUT_MODULES` never appear here; `dflash_hf.eval.prompts` uses them.
+a drafter trained on it are in-domain. Modules in `HELD_OUT_MODULES` never appear here; `dflash_hf.eval.prompts` uses
+them.
 """
 
 import importlib
@@ -98,8 +99,10 @@ def python_functions(*, held_out: bool) -> Iterator[dict[str, str]]:
     """Public standard-library functions as `{module, name, code, summary}`, in a fixed order.
 
     Args:
-        held_out (`bool`): Take only the modules in `HELD_OUT_MODULES`, or only the others.
+        held_out (`bool`): Take only the modules in `HELD_OUT_MODULES`, or only the others. A held-out function whose
+            code is also found elsewhere (methods inherit docstrings) is left out.
     """
+    known_code = {function["code"] for function in python_functions(held_out=False)} if held_out else set()
     for module_name in sorted(sys.stdlib_module_names):
         is_held_out = module_name in HELD_OUT_MODULES
         if module_name.startswith("_") or module_name in _NEVER_IMPORT or is_held_out != held_out:
@@ -110,7 +113,7 @@ def python_functions(*, held_out: bool) -> Iterator[dict[str, str]]:
                 module = importlib.import_module(module_name)
         except ImportError:  # a module of another operating system
             continue
-        yield from _functions_of(module)
+        yield from (function for function in _functions_of(module) if function["code"] not in known_code)
 
 
 def _functions_of(module) -> Iterator[dict[str, str]]:

@@ -1,6 +1,7 @@
 """Answers written by the target itself: the on-policy training data that DFlash needs (paper, section 5)."""
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ class RegenerateOptions:
     output: str = field(metadata={"help": "JSONL file to write; a rerun continues it."})
     target: str = field(default=EMBEDDED_TARGET, metadata={"help": "Hub id, folder, or the embedded target."})
     max_new_tokens: int = field(default=160, metadata={"help": "Longest answer, in tokens."})
+    max_prompts: int | None = field(default=None, metadata={"help": "Answer only the first prompts of the file."})
     max_prompt_length: int = field(default=320, metadata={"help": "Longer prompts are skipped, in tokens."})
     batch_size: int = field(default=96, metadata={"help": "Prompts decoded together."})
     temperature: float = field(default=0.0, metadata={"help": "0 decodes greedily."})
@@ -45,7 +47,8 @@ def regenerate(options: RegenerateOptions) -> int:
     rows stay, a half-written last line is removed, and other settings than the first run's are refused.
 
     Raises:
-        ValueError: If the settings differ from those that began `options.output`, or a row has no user turn at its end.
+        ValueError: If the settings differ from those that began `options.output`, or a row does not end with a user
+            turn.
     """
     output = Path(options.output)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +109,9 @@ def answer_batch(
 
 
 def _check_settings(options: RegenerateOptions, settings_file: Path) -> None:
-    settings = {name: value for name, value in asdict(options).items() if name not in ("output", "batch_size")}
+    settings = {
+        name: value for name, value in asdict(options).items() if name not in ("output", "batch_size", "max_prompts")
+    }
     if not settings_file.exists():
         temporary = settings_file.with_name(settings_file.name + ".tmp")
         temporary.write_text(json.dumps(settings, indent=2))
@@ -133,7 +138,7 @@ def _finished_ids(output: Path) -> set[str]:
 
 
 def _prompt_rows(options: RegenerateOptions) -> Iterator[dict[str, Any]]:
-    for index, row in enumerate(read_json_lines(options.prompts)):
+    for index, row in enumerate(itertools.islice(read_json_lines(options.prompts), options.max_prompts)):
         if index % options.num_shards != options.shard:
             continue
         messages = row.get("messages")

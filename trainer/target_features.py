@@ -1,12 +1,12 @@
 """Context features for training, from the frozen target in the same process."""
 
+from collections.abc import Sequence
+
 import torch
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from dflash_hf.target_dflash import TargetTaps
-
-logger = logging.get_logger(__name__)
+from dflash_hf.trainer.feature_store import FeatureStore
 
 
 class TargetFeatures:
@@ -15,45 +15,24 @@ class TargetFeatures:
     Args:
         target ([`PreTrainedModel`]): The target; it is frozen and set to eval mode.
         layer_ids (`list[int]`): Tapped layers.
-        keep_in_memory (`bool`): Keep each row's features in CPU memory, in the target's dtype, so that later epochs
-            do not run the target again. Needs 2 * len(layer_ids) * D bytes a token in bf16.
     """
 
-    def __init__(self, target: PreTrainedModel, layer_ids: list[int], *, keep_in_memory: bool = False):
+    def __init__(self, target: PreTrainedModel, layer_ids: Sequence[int]):
         self.target = target.eval().requires_grad_(False)
-        self.layer_ids = layer_ids
-        self._rows: dict[int, torch.Tensor] | None = {} if keep_in_memory else None
+        self.layer_ids = list(layer_ids)
         self._is_checked = False
 
-    def __call__(
-        self, input_ids: torch.LongTensor, lengths: list[int], row_ids: list[int] | None = None
-    ) -> torch.Tensor:
-        """Features of shape (batch, tokens, len(layer_ids) * D) of rows that are padded on the right.
+    @torch.no_grad()
+    def __call__(self, input_ids: torch.LongTensor) -> torch.Tensor:
+        """Features of rows that are padded on the right.
 
         Args:
             input_ids (`torch.LongTensor`): Shape (batch, tokens).
-            lengths (`list[int]`): Real tokens of each row; features behind them are 0 or arbitrary.
-            row_ids (`list[int]`, *optional*): Identity of each row, for `keep_in_memory`.
+        Returns:
+            `torch.Tensor` of shape (batch, tokens, len(layer_ids) * D), in the target's dtype.
         Raises:
             ValueError: If a tapped layer gives the same value everywhere, so that nothing could be learned from it.
         """
-        rows = self._rows
-        if rows is None or row_ids is None:
-            return self._run(input_ids)
-        unseen = [i for i, row in enumerate(row_ids) if row not in rows]
-        if unseen:
-            width = max(lengths[i] for i in unseen)
-            features = self._run(input_ids[unseen, :width])
-            for i, row_features in zip(unseen, features, strict=True):
-                rows[row_ids[i]] = row_features[: lengths[i]].cpu().clone()
-        kept = [rows[row] for row in row_ids]
-        padded = kept[0].new_zeros(len(kept), input_ids.shape[1], kept[0].shape[1])
-        for i, row_features in enumerate(kept):
-            padded[i, : row_features.shape[0]] = row_features
-        return padded.to(input_ids.device)
-
-    @torch.no_grad()
-    def _run(self, input_ids: torch.LongTensor) -> torch.Tensor:
         # Attention is causal and padding is on the right, so real tokens never see it and need no mask.
         with TargetTaps(self.target, self.layer_ids) as taps:
             self.target.get_decoder()(input_ids=input_ids.to(self.target.device), use_cache=False)
@@ -63,8 +42,29 @@ class TargetFeatures:
             self._is_checked = True
         return features
 
+    def stored(
+        self, input_ids: torch.LongTensor, lengths: Sequence[int], row_ids: Sequence[int], store: FeatureStore
+    ) -> torch.Tensor:
+        """The same through a store: rows that it lacks are computed and written, the others are read.
 
-def _refuse_constant(features: torch.Tensor, layer_ids: list[int]) -> None:
+        Args:
+            input_ids (`torch.LongTensor`): Shape (batch, tokens), padded on the right.
+            lengths (`list[int]`): Real tokens of each row; features behind them are 0.
+            row_ids (`list[int]`): Each row's number in the store.
+        """
+        missing = [i for i, row in enumerate(row_ids) if row not in store]
+        if missing:
+            width = max(lengths[i] for i in missing)
+            for i, row_features in zip(missing, self(input_ids[missing, :width]), strict=True):
+                store.write(row_ids[i], row_features[: lengths[i]])
+        kept = [store.read(row) for row in row_ids]
+        features = kept[0].new_zeros(len(kept), input_ids.shape[1], kept[0].shape[1])
+        for i, row_features in enumerate(kept):
+            features[i, : row_features.shape[0]] = row_features
+        return features.to(input_ids.device)
+
+
+def _refuse_constant(features: torch.Tensor, layer_ids: Sequence[int]) -> None:
     for layer_id, feature in zip(layer_ids, features.chunk(len(layer_ids), dim=-1), strict=True):
         spread = feature.float().std().item()
         if not spread > 0:  # also catches NaN

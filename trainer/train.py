@@ -89,10 +89,11 @@ def _card(
         "base_model": base_model,
         "license": "apache-2.0",
         "description": f"A draft model for `{base_model}`, trained with `dflash-hf`.",
-        "data": f"{len(rows)} answers of the target, {supervised:,} supervised tokens, from {len(options.train_files)} "
-        "file(s) of `dflash-regenerate`.",
+        "data": f"{len(rows)} answers of the target, {supervised:,} supervised tokens, from "
+        f"{len(options.train_files)} file(s) of `dflash-regenerate`.",
         "recipe": f"`dflash-train`: {trainer.state.global_step} steps of {args.train_batch_size} rows with up to "
-        f"{args.num_anchors} anchors, learning rate {args.learning_rate}, seed {args.seed}, init `{options.init}`. {versions}.",
+        f"{args.num_anchors} anchors, learning rate {args.learning_rate}, seed {args.seed}, init `{options.init}`. "
+        f"{versions}.",
         "results": f"Teacher-forced accepted length on {options.eval_rows} held-out rows: {accepted}. "
         "Run `dflash-eval` for live figures.",
         "limits": "Acceptance falls away from the training data: other languages, tool calls, long contexts.",

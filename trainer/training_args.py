@@ -32,8 +32,9 @@ class DFlashTrainingArguments(TrainingArguments):
             "vocabulary (sampled softmax, arXiv 1412.2007; not in the paper). Default: the whole vocabulary."
         },
     )
-    keep_features_in_memory: bool = field(
-        default=False, metadata={"help": "Keep the target's features in CPU memory after the first epoch."}
+    cache_features: str | None = field(
+        default=None,
+        metadata={"help": "Folder for the target's features, written in the first epoch and shared by all processes."},
     )
 
     def __post_init__(self):

