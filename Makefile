@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 RUNS ?= runs
+REGENERATE = $(BIN)/dflash-regenerate --prompts $(RUNS)/prompts.jsonl --max_prompts 1536 --num_shards 2
 # One thread a process: two on busy cores can be a hundred times slower.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -39,13 +40,12 @@ test-oldest: setup
 # From prompts to a drafter in at most 40 minutes on 2 cores; a rerun goes on where it was stopped.
 demo-train: setup
 	$(BIN)/python -m dflash_hf.trainer.offline_prompts --output $(RUNS)/prompts.jsonl
-	for shard in 0 1; do \
-	  $(BIN)/dflash-regenerate --prompts $(RUNS)/prompts.jsonl --output $(RUNS)/answers.$$shard.jsonl \
-	    --num_shards 2 --shard $$shard --max_prompts 1536 & \
-	done; wait
-	$(BIN)/accelerate launch --cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no \
-	  -m dflash_hf.trainer.train --config hub_configs/smollm2-135m-instruct.train.yaml \
-	  --train_files $(RUNS)/answers.0.jsonl $(RUNS)/answers.1.jsonl --output_dir $(RUNS)/demo --max_steps 500
+	$(REGENERATE) --shard 0 --output $(RUNS)/answers.0.jsonl & first=$$!; \
+	  $(REGENERATE) --shard 1 --output $(RUNS)/answers.1.jsonl && wait $$first
+	$(BIN)/torchrun --standalone --nproc_per_node 2 -m dflash_hf.trainer.train \
+	  --config hub_configs/smollm2-135m-instruct.train.yaml --max_steps 600 \
+	  --train_files $(RUNS)/answers.0.jsonl $(RUNS)/answers.1.jsonl \
+	  --cache_features $(RUNS)/demo-features --output_dir $(RUNS)/demo
 	$(BIN)/dflash-eval --drafter $(RUNS)/demo/drafter --per_kind 4 --output $(RUNS)/demo/eval.json
 
 # Figures of the shipped drafter, as in the README.
