@@ -4,51 +4,15 @@ A dense mask makes every slot score every slot of every block: with N blocks tha
 Here a slot scores the context and its own block. Plain matrix products, so it runs on every device.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from dflash_hf.trainer.block_mask import BlockLayout
 
 # The name must not contain "flash", which makes Transformers look for a kernel of that name.
 BLOCK_ATTENTION = "block_context_attention"
-
-
-@dataclass
-class BlockLayout:
-    """What [`block_mask_dense`] says, without its empty part.
-
-    Args:
-        sees_context (`torch.BoolTensor`): Shape (batch, N, block_size or 1, context).
-        sees_slot (`torch.BoolTensor`): Shape (block_size, block_size): in-block visibility.
-    """
-
-    sees_context: torch.BoolTensor
-    sees_slot: torch.BoolTensor
-
-
-def block_layout(
-    anchors: torch.LongTensor,
-    is_valid: torch.BoolTensor,
-    context_length: int,
-    block_size: int,
-    *,
-    sliding_window: int | None = None,
-    is_causal: bool = False,
-) -> BlockLayout:
-    """The layout for [`block_attention`]; arguments as in [`block_mask_dense`]."""
-    slots = torch.arange(block_size, device=anchors.device)
-    context = torch.arange(context_length, device=anchors.device)
-    sees_context = (context < anchors[:, :, None, None]) & is_valid[:, :, None, None]
-    distance = slots[:, None] - slots[None, :]
-    sees_slot = torch.ones_like(distance, dtype=torch.bool)
-    if is_causal:
-        sees_slot &= distance >= 0
-    if sliding_window is not None:
-        positions = anchors[:, :, None, None] + slots[:, None]
-        sees_context = sees_context & (positions - context < sliding_window)
-        sees_slot &= distance.abs() < sliding_window
-    return BlockLayout(sees_context, sees_slot)
 
 
 def block_attention(
@@ -56,19 +20,22 @@ def block_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: BlockLayout,
+    attention_mask: BlockLayout | torch.Tensor | None,
     scaling: float,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Attention output of shape (batch, N * block_size, heads, head_dim).
 
     Args:
-        module (`nn.Module`): The attention layer; unused.
+        module (`nn.Module`): The attention layer.
         query (`torch.Tensor`): Shape (batch, heads, N * block_size, head_dim).
         key, value (`torch.Tensor`): Shape (batch, key-value heads, context + N * block_size, head_dim).
-        attention_mask ([`BlockLayout`]): Which scores count.
+        attention_mask ([`BlockLayout`]): Which scores count. Anything else is a single block, as `generate()` of a
+            target with a freshly trained drafter gives it, and takes stock SDPA.
         scaling (`float`): Factor on the scores.
     """
+    if not isinstance(attention_mask, BlockLayout):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     batch, heads, num_slots, head_dim = query.shape
     key_heads = key.shape[1]
     groups = heads // key_heads

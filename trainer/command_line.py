@@ -60,5 +60,7 @@ def _set_defaults(
         if action.dest in values:
             # argparse converts string defaults with the option's type; other YAML values already have theirs,
             # except numbers such as 6e-4, which YAML reads as text.
-            action.default = values[action.dest]
+            value = values[action.dest]
+            is_one_of_many = action.nargs in ("+", "*") and isinstance(value, str)
+            action.default = [value] if is_one_of_many else value
             action.required = False

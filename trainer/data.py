@@ -102,7 +102,7 @@ class AnchorCollator:
     seed: int
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """`input_ids` (B, T); `lengths`, `rows` (B,); `anchors`, `is_valid` (B, N); `labels`, `weights` (B, N, block)."""
+        """`input_ids` (B, T); `lengths`, `rows` (B,); `anchors`, `is_valid` (B, N); `labels`, `weights` (B, N, S)."""
         block_size = self.slot_weights.shape[0]
         lengths = [len(row["input_ids"]) for row in rows]
         input_ids = torch.zeros(len(rows), max(lengths), dtype=torch.long)

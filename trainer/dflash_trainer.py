@@ -10,8 +10,8 @@ from transformers.utils import logging
 
 from dflash_hf.target_dflash import check_drafter_fits, draft_logits, embed_tokens, shape_logits, text_config
 from dflash_hf.trainer.anchors import row_generator
-from dflash_hf.trainer.block_attention import BLOCK_ATTENTION, block_layout
-from dflash_hf.trainer.block_mask import block_positions
+from dflash_hf.trainer.block_attention import BLOCK_ATTENTION
+from dflash_hf.trainer.block_mask import block_layout, block_positions
 from dflash_hf.trainer.data import AnchorCollator, TokenRows
 from dflash_hf.trainer.feature_store import FeatureStore, features_fingerprint
 from dflash_hf.trainer.loss import (
@@ -211,7 +211,8 @@ class DFlashTrainer(Trainer):
         if output.weight_sum > 0 and (mean < _LEAK_BOUND or math.isnan(mean)):
             raise ValueError(
                 f"The loss is {mean:.4f} nats at step {self.state.global_step}. This early, below {_LEAK_BOUND} "
-                "(or NaN) means that blocks see their answers or that the data is constant; training on would be useless."
+                "(or NaN) means that blocks see their answers or that the data is constant; training on would be "
+                "useless."
             )
 
 
@@ -226,7 +227,7 @@ class _EpochSetter(TrainerCallback):
         self.rows = rows
 
     def on_epoch_begin(self, args, state, control, **kwargs) -> None:
-        # After a resume `state.epoch` lies inside the epoch; a sum of steps may end a rounding error below a whole one.
+        # After a resume `state.epoch` lies inside the epoch; a sum of steps may end a rounding error below a whole.
         self.rows.set_epoch(int(state.epoch + 1e-6))
 
 

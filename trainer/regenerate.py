@@ -58,6 +58,8 @@ def regenerate(options: RegenerateOptions) -> int:
     if not rows:
         return len(finished)
     target, tokenizer = load_target(options.target, dtype=getattr(torch, options.dtype))
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # masked in the prompt and cut off behind the answer
     if target.device.type == "cpu" and target.config._attn_implementation == "sdpa":
         target.set_attn_implementation(register_grouped_attention())
     encoded = list(_encode(rows, tokenizer, options.max_prompt_length))
