@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/loop_cost.py
 
-All run the same weights on the same prompts, greedily. A cycle is one verify forward with what belongs to it; prefill
-is excluded. Overhead is the time of a `generate()` call outside the target's forward, the drafter's forward and the head
-on draft rows. The authors' loop is measured if their wheel is installed (`pip install --no-deps dflash==0.1.0`).
+All run the same weights on the same prompts, greedily. A cycle is one verify forward with what belongs to it, without
+the prompt's forward. Overhead is a call's time outside the target's forward, the drafter's forward and the head on
+draft rows. The authors' loop is measured if their wheel is installed (`pip install --no-deps dflash==0.1.0`).
 """
 
 import statistics
@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import nn
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3Config
 
 from dflash_hf.eval.decode import encode_prompt, method_options
 from dflash_hf.eval.prompts import held_out_prompts
@@ -104,7 +104,7 @@ def authors_drafter(drafter: DFlashDraftModel) -> nn.Module | None:
         from dflash.model import DFlashDraftModel as AuthorsDraftModel
     except ImportError:
         return None
-    theirs = AuthorsDraftModel(drafter.config).to(drafter.dtype).eval()
+    theirs = AuthorsDraftModel(Qwen3Config(**drafter.config.to_dict())).to(drafter.dtype).eval()
     theirs.load_state_dict(drafter.state_dict())
     return theirs
 

@@ -74,12 +74,13 @@ def method_options(method: str, drafter: PreTrainedModel | None) -> dict[str, An
         raise ValueError(f"Unknown method {method!r}; choose from {METHODS}.")
     if method in ("dflash", "native") and drafter is None:
         raise ValueError(f"The method {method!r} needs a drafter.")
-    return {
+    options: dict[str, dict[str, Any]] = {
         "plain": {},
         "dflash": {"assistant_model": drafter},
         "prompt_lookup": {"prompt_lookup_num_tokens": _LOOKUP_TOKENS},
         "native": {"assistant_model": drafter, "speculation_type": "dflash"},
-    }[method]
+    }
+    return options[method]
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, device: torch.device) -> dict[str, torch.Tensor]:

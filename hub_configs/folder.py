@@ -2,7 +2,6 @@
 
 import importlib.resources
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
-_PACKAGE = "dflash_hf.hub_configs"
+_SHIPPED = Path(str(importlib.resources.files("dflash_hf.hub_configs")))
 
 
 def load_hub_config(name: str) -> DFlashConfig:
@@ -27,10 +26,9 @@ def load_hub_config(name: str) -> DFlashConfig:
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
-        path = Path(str(importlib.resources.files(_PACKAGE) / f"{name}.json"))
+        path = _SHIPPED / f"{name}.json"
     if not path.is_file():
-        folder = importlib.resources.files(_PACKAGE)
-        shipped = sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".json"))
+        shipped = sorted(path.stem for path in _SHIPPED.glob("*.json"))
         raise ValueError(f"No drafter config {name!r}. Shipped: {shipped}; or give a JSON file or a drafter's folder.")
     return DFlashConfig(**json.loads(path.read_text()))
 
@@ -41,7 +39,7 @@ def shipped_drafter_folder(name: str = "smollm2-135m-instruct") -> str:
     Raises:
         ValueError: If no weights ship under that name.
     """
-    folder = Path(str(importlib.resources.files(_PACKAGE) / "drafters" / name))
+    folder = _SHIPPED / "drafters" / name
     if not (folder / "config.json").is_file():
         raise ValueError(f"No drafter ships under the name {name!r} (looked in {folder}).")
     return str(folder)
@@ -66,24 +64,26 @@ def build_hub_folder(
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    replaced = temporary.with_name(temporary.name + ".old")
     try:
         state = {name: tensor.to(dtype or tensor.dtype) for name, tensor in drafter.state_dict().items()}
         saved = DFlashDraftModel(DFlashConfig(**drafter.config.to_dict())).to(dtype or drafter.dtype)
         saved.load_state_dict(state)
         saved.save_pretrained(temporary)
         (temporary / "README.md").write_text(render_card(drafter.config, card), encoding="utf-8")
+        temporary.chmod(0o755)
         if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(temporary, folder)
-        folder.chmod(0o755)
+            folder.rename(replaced)
+        temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
     return folder
 
 
-def render_card(config: DFlashConfig, card: dict[str, Any]) -> str:
+def render_card(config: Any, card: dict[str, Any]) -> str:
     """The model card as Markdown with its YAML header."""
-    template = Template((importlib.resources.files(_PACKAGE) / "card_template.md").read_text(encoding="utf-8"))
+    template = Template((_SHIPPED / "card_template.md").read_text(encoding="utf-8"))
     facts = {
         "block_size": config.block_size,
         "num_proposals": config.block_size - 1,

@@ -46,8 +46,8 @@ class ContextCache:
     """
 
     def __init__(self, num_layers: int):
-        self._keys: list[torch.Tensor | None] = [None] * num_layers
-        self._values: list[torch.Tensor | None] = [None] * num_layers
+        self._keys: list[Any] = [None] * num_layers
+        self._values: list[Any] = [None] * num_layers
         self._length = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -126,6 +126,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self._cache = ContextCache(drafter.config.num_hidden_layers)
         self._mask_ids = torch.full((1, drafter.config.block_size - 1), drafter.config.mask_token_id)
         self._num_context = 0
+        self._num_placeholders = 0
         self._is_after_prefill = False
         self._is_off = any(isinstance(processor, _ONE_CALL_PER_TOKEN) for processor in logits_processor or ())
         if self._is_off:
@@ -144,7 +145,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if is_first_iteration:
             # Proposals need the target's hidden states, so the target reads the prompt first.
             self._is_after_prefill = True
-            return input_ids, None
+            if self._is_off or not input_ids.shape[1] or int(input_ids[0, -1]) not in self.end_ids:
+                return input_ids, None
+            # Transformers 5.15 takes a prompt that ends in an end token for a finished text, unless more follows.
+            self._num_placeholders = 1
+            return torch.cat([input_ids, self._mask_ids[:, :1].to(input_ids.device)], dim=1), None
         room = self.max_length - input_ids.shape[1] - 1
         is_after_prefill, self._is_after_prefill = self._is_after_prefill, False
         if self._is_off or room < 1:
@@ -152,6 +157,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         try:
             features = self._taps.take()
             if is_after_prefill:
+                num_rejected = self._num_placeholders - int(n_last_matches)
+                features = features[:, : features.shape[1] - num_rejected]
                 mask = (model_kwargs or {}).get("attention_mask")
                 if mask is not None and mask.dim() == 2:
                     features = features[:, mask[0, : features.shape[1]].bool()]
@@ -234,7 +241,7 @@ def install_dispatch() -> None:
         _start_from_prompt(kwargs.get("model_kwargs") or {}, generation_config, input_ids.shape[1])
         return generator
 
-    get_candidate_generator.dispatches_dflash = True
+    get_candidate_generator.dispatches_dflash = True  # type: ignore[attr-defined]
     GenerationMixin._get_candidate_generator = get_candidate_generator
 
 

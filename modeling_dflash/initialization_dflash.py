@@ -54,7 +54,9 @@ def create_drafter(target: PreTrainedModel, config: DFlashConfig, init: str = "t
         _copy_attention(source.self_attn, layer.self_attn, query_rms[index], key_rms[index])
         _copy_mlp(source.mlp, layer.mlp)
         layer.input_layernorm.weight.copy_(_norm_weight(source.input_layernorm))
-        layer.post_attention_layernorm.weight.copy_(_norm_weight(source.post_attention_layernorm))
+        # Gemma 2 and later norm the MLP's input by this name, and the attention's output by the other one's.
+        mlp_norm = getattr(source, "pre_feedforward_layernorm", source.post_attention_layernorm)
+        layer.post_attention_layernorm.weight.copy_(_norm_weight(mlp_norm))
     width = config.hidden_size
     drafter.fc.weight.normal_(std=config.initializer_range / len(config.target_layer_ids))
     drafter.fc.weight[:, -width:] += torch.eye(width)
@@ -114,12 +116,16 @@ def _copy_attention(source: nn.Module, attention: nn.Module, query_rms: float, k
         ours.weight.copy_(theirs.weight)
         if ours.bias is not None:
             ours.bias.copy_(theirs.bias) if theirs.bias is not None else ours.bias.zero_()
+        elif theirs.bias is not None:
+            logger.info(f"The target's `{name}` bias is left out; `attention_bias=True` in the config would copy it.")
     for name, size in (("q_norm", query_rms), ("k_norm", key_rms)):
         ours, theirs = getattr(attention, name), getattr(source, name, None)
         if theirs is not None and theirs.weight.shape == ours.weight.shape:
             ours.weight.copy_(_norm_weight(theirs))
         else:
             ours.weight.fill_(size)
+    # Some models, such as Gemma, scale their scores by something else than the head size.
+    attention.q_norm.weight.mul_(getattr(source, "scaling", attention.scaling) / attention.scaling)
 
 
 def _copy_mlp(source: nn.Module, mlp: nn.Module) -> None:
@@ -140,5 +146,8 @@ def _copy_mlp(source: nn.Module, mlp: nn.Module) -> None:
 
 
 def _norm_weight(norm: nn.Module) -> torch.Tensor:
-    """The factor that `norm` applies; Gemma stores it minus one."""
-    return norm.weight + 1 if type(norm).__name__.startswith("Gemma") else norm.weight
+    """The factor that `norm` applies; some models, the first three Gemmas among them, store it minus one."""
+    weight = norm.weight
+    signs = torch.ones_like(weight)  # root mean square 1, mean 0
+    signs[1::2] = -1
+    return weight + (norm(signs) * signs - weight).mean().round()

@@ -24,6 +24,8 @@ from .generation_dflash import DFlashCandidateGenerator, install_dispatch, spec_
 class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
     """Rotary tables whose frequencies stay float32 when the model is cast: at bf16 they are off by radians at 30K."""
 
+    inv_freq: torch.Tensor
+
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
         if self.inv_freq.dtype != torch.float32:
@@ -104,28 +106,27 @@ class DFlashAttention(nn.Module):
     ) -> torch.Tensor | None:
         if not isinstance(attention_mask, (torch.Tensor, type(None))):
             return attention_mask  # a flex_attention BlockMask
-        is_padding = attention_mask is not None and attention_mask.dim() == 2
+        padding = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
         if "flash" in implementation:
             return attention_mask  # these kernels take the padding mask, `is_causal` and `sliding_window` themselves
-        if attention_mask is None or is_padding:
+        if attention_mask is None or padding is not None:
             visible = block_visibility(
                 query.shape[2], key.shape[2], self.sliding_window, self.is_causal, device=query.device
             )
-            if is_padding and not attention_mask.all():
+            if padding is not None and not padding.all():
                 # A sliding cache may hold only the newest keys, so columns are counted from the right.
-                columns = attention_mask[:, None, None, -key.shape[2] :].bool()
+                columns = padding[:, None, None, -key.shape[2] :].bool()
                 visible = columns if visible is None else visible & columns
         else:
             visible = attention_mask
         if visible is None or implementation == "sdpa" or visible.dtype != torch.bool:
             return visible
+        visible = visible.expand(query.shape[0], 1, query.shape[2], key.shape[2])
         if implementation == "flex_attention":
             return _flex_mask(visible)
         # Eager attention adds the mask to the scores.
-        batch = query.shape[0]
         additive = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
-        additive.masked_fill_(~visible, torch.finfo(query.dtype).min)
-        return additive.expand(batch, 1, query.shape[2], key.shape[2])
+        return additive.masked_fill_(~visible, torch.finfo(query.dtype).min)
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
@@ -234,7 +235,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
             hidden_states = layer(
                 hidden_states,
-                context_hidden_states=context,
+                context,  # positional: re-entrant checkpointing passes gradients to positional arguments only
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask[layer_type] if isinstance(attention_mask, dict) else attention_mask,
                 cache=cache,
@@ -290,7 +291,7 @@ def block_visibility(
 
 
 def _flex_mask(visible: torch.Tensor) -> BlockMask:
-    """`visible` of shape (batch or 1, 1, queries, keys) for flex_attention.
+    """`visible` of shape (batch, 1, queries, keys) for flex_attention.
 
     An additive mask as `score_mod` is not used: compiled for CPU it corrupts memory (torch 2.13, short blocks).
     """

@@ -23,11 +23,11 @@ class TargetTaps:
 
     def __init__(self, target: PreTrainedModel, layer_ids: list[int]):
         layers = decoder_layers(target)
+        tapped = [layers[layer_id] for layer_id in layer_ids]
         self._outputs: list[torch.Tensor | None] = [None] * len(layer_ids)
         self._thread = threading.get_ident()
         handles = [
-            layers[layer_id].register_forward_hook(_make_hook(weakref.ref(self), slot))
-            for slot, layer_id in enumerate(layer_ids)
+            layer.register_forward_hook(_make_hook(weakref.ref(self), slot)) for slot, layer in enumerate(tapped)
         ]
         self.remove = weakref.finalize(self, _remove_hooks, handles)
 
@@ -37,9 +37,10 @@ class TargetTaps:
         Raises:
             RuntimeError: If the target has not run a forward since the last call.
         """
-        outputs, self._outputs = self._outputs, [None] * len(self._outputs)
-        if any(output is None for output in outputs):
+        outputs = [output for output in self._outputs if output is not None]
+        if len(outputs) < len(self._outputs):
             raise RuntimeError("The target ran no forward in this thread, so its tapped layers have no outputs.")
+        self._outputs = [None] * len(outputs)
         return torch.cat([output.to(outputs[0].device) for output in outputs], dim=-1)
 
     def __enter__(self) -> "TargetTaps":

@@ -1,5 +1,6 @@
 """`DFlashTrainer`: orders data, target features, blocks and loss inside Transformers' training loop."""
 
+import copy
 import math
 from typing import Any
 
@@ -68,7 +69,7 @@ class DFlashTrainer(Trainer):
             model=model,
             args=args,
             train_dataset=_token_rows(train_dataset),
-            eval_dataset=_token_rows(eval_dataset),
+            eval_dataset=_evaluation_rows(eval_dataset),
             data_collator=AnchorCollator(args.num_anchors, slot_weights, args.seed),
             # The tokenizer is the target's; a drafter folder does not carry it.
             **kwargs,
@@ -185,10 +186,10 @@ class DFlashTrainer(Trainer):
             loss = self.compute_loss(model, self._prepare_inputs(inputs))
         return loss.detach(), None, None
 
-    def evaluate(self, *args, metric_key_prefix: str = "eval", **kwargs) -> dict[str, float]:
+    def evaluate(self, eval_dataset: Any | None = None, *args, **kwargs) -> dict[str, float]:
         """As [`Trainer.evaluate`], plus teacher-forced accepted length and accuracy per slot, with fixed anchors."""
         self.eval_metrics.reset()
-        return super().evaluate(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        return super().evaluate(_evaluation_rows(eval_dataset), *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         """Adds teacher-forced accepted length and accuracy per slot to the log."""
@@ -233,6 +234,11 @@ class _EpochSetter(TrainerCallback):
 
 def _token_rows(rows: Any | None) -> TokenRows | None:
     return rows if rows is None or isinstance(rows, TokenRows) else TokenRows(rows)
+
+
+def _evaluation_rows(rows: Any | None) -> TokenRows | None:
+    # A copy, because the evaluation's dataloader sets epoch 0, which must not reach training rows.
+    return copy.copy(_token_rows(rows))
 
 
 def _check_mask_token(mask_token_id: int, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -36,21 +36,20 @@ def grouped_attention(
     batch, heads, query_length, head_dim = query.shape
     key_heads, key_length = key.shape[1], key.shape[2]
     groups = heads // key_heads
-    if attention_mask is None and query_length > 1:
-        attention_mask = torch.ones(query_length, key_length, dtype=torch.bool, device=query.device)
-        attention_mask = attention_mask.tril(key_length - query_length)[None, None]
-    if attention_mask is not None:
-        attention_mask = attention_mask[..., :key_length]
+    if attention_mask is None:
+        is_visible = torch.ones(query_length, key_length, dtype=torch.bool, device=query.device)
+        is_visible = is_visible.tril(key_length - query_length)[None, None]
+    else:
+        is_visible = attention_mask[..., :key_length]
     grouped_query = query.reshape(batch, key_heads, groups * query_length, head_dim)
     if query_length == 1:
         scale = head_dim**-0.5 if scaling is None else scaling
         scores = grouped_query @ key.transpose(-1, -2) * scale
-        if attention_mask is not None:
-            scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+        scores = scores.masked_fill(~is_visible, torch.finfo(scores.dtype).min)
         output = scores.softmax(dim=-1) @ value
     else:
         output = F.scaled_dot_product_attention(
-            grouped_query, key, value, attn_mask=attention_mask.repeat(1, 1, groups, 1), scale=scaling
+            grouped_query, key, value, attn_mask=is_visible.repeat(1, 1, groups, 1), scale=scaling
         )
     return output.reshape(batch, heads, query_length, head_dim).transpose(1, 2).contiguous(), None
 

@@ -128,7 +128,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_states, labels, weights, head, chunk_size, logit_offset):
         needs_gradient = ctx.needs_input_grad[0]
-        gradient = torch.zeros_like(hidden_states) if needs_gradient else None
+        gradient = torch.zeros_like(hidden_states)
         is_correct = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
         for start in range(0, labels.shape[0], chunk_size):

@@ -48,10 +48,10 @@ def train(options: TrainOptions, args: DFlashTrainingArguments) -> Path:
     transformers.set_seed(args.seed)
     dtype = getattr(torch, options.target_dtype)
     target, tokenizer = load_target(options.target, dtype=dtype, revision=options.target_revision)
-    if options.drafter is not None:
-        drafter = DFlashDraftModel.from_pretrained(options.drafter, dtype=torch.float32)
-    else:
+    if options.drafter_config is not None:
         drafter = create_drafter(target, load_hub_config(options.drafter_config), init=options.init)
+    else:
+        drafter = DFlashDraftModel.from_pretrained(options.drafter, dtype=torch.float32)
     rows = [row for file in options.train_files for row in read_json_lines(file)]
     if len(rows) <= options.eval_rows:
         raise ValueError(

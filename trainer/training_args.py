@@ -41,6 +41,10 @@ class DFlashTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` must be False: rows carry `loss_mask`, which no forward takes.")
+        if self.dataloader_persistent_workers:
+            raise ValueError(
+                "`dataloader_persistent_workers` must be False: workers that outlive an epoch would keep its anchors."
+            )
         for name in ("num_anchors", "head_chunk_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")

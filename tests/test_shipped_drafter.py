@@ -1,0 +1,94 @@
+"""The drafter that ships, with the real target and tokenizer."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.eval.decode import answer_prompt, encode_prompt
+from dflash_hf.eval.generate import GenerateOptions, fast_dtype, run_prompt
+from dflash_hf.eval.prompts import demo_prompts
+from dflash_hf.eval.run import evaluate_drafter, markdown_table, provenance
+from dflash_hf.hub_configs import load_hub_config, shipped_drafter_folder
+from dflash_hf.hub_configs.embedded_target import EMBEDDED_TARGET, load_target
+
+FOLDER = Path(shipped_drafter_folder())
+
+
+@pytest.fixture(scope="module")
+def target_and_tokenizer():
+    try:
+        return load_target(EMBEDDED_TARGET, dtype=torch.float32)
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def drafter():
+    return DFlashDraftModel.from_pretrained(FOLDER, dtype=torch.float32).eval()
+
+
+def test_weights_are_bf16_and_at_most_12_megabytes():
+    from safetensors import safe_open
+
+    assert (FOLDER / "model.safetensors").stat().st_size <= 12_000_000
+    with safe_open(FOLDER / "model.safetensors", framework="pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}
+
+
+def test_shipped_config_is_the_config_of_the_recipe(drafter):
+    expected = load_hub_config("smollm2-135m-instruct").to_dict()
+    found = drafter.config.to_dict()
+    for name in ("dtype", "transformers_version", "_name_or_path"):
+        expected.pop(name, None), found.pop(name, None)
+    assert found == expected
+
+
+def test_card_names_data_recipe_results_and_limits():
+    card = (FOLDER / "README.md").read_text(encoding="utf-8")
+    for heading in ("## Data", "## Recipe", "## Results", "## Limits"):
+        assert heading in card
+    assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in card
+
+
+@pytest.mark.slow
+def test_float32_answers_equal_plain_greedy_and_proposals_are_accepted(target_and_tokenizer, drafter):
+    target, tokenizer = target_and_tokenizer
+    rounds = []
+    for row in demo_prompts()[::2]:
+        inputs = encode_prompt(tokenizer, row["prompt"], target.device)
+        plain = answer_prompt(target, inputs, "plain", max_new_tokens=32)
+        drafted = answer_prompt(target, inputs, "dflash", drafter=drafter, max_new_tokens=32)
+        assert drafted.token_ids == plain.token_ids
+        rounds += drafted.accepted_lengths
+    assert sum(rounds) / len(rounds) > 1.3
+
+
+@pytest.mark.slow
+def test_dflash_generate_streams_text_and_prints_tau(target_and_tokenizer, drafter, capsys):
+    target, tokenizer = target_and_tokenizer
+    options = GenerateOptions(max_new_tokens=12)
+    answer = run_prompt(target, drafter, tokenizer, "Name three colours.", options)
+    printed = capsys.readouterr().out
+    text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+    assert text.split()[0] in printed and f"tau {answer.tau:.2f}" in printed
+
+
+@pytest.mark.slow
+def test_evaluation_covers_every_method_and_kind_with_provenance(target_and_tokenizer, drafter):
+    target, tokenizer = target_and_tokenizer
+    prompts = demo_prompts()[1::2]
+    results = evaluate_drafter(target, drafter, tokenizer, prompts, max_new_tokens=12)
+    assert set(results["summary"]) == {"plain", "dflash", "prompt_lookup"}
+    for kinds in results["summary"].values():
+        assert set(kinds) == {"code", "chat", "maths", "explanation", "all"}
+        assert kinds["all"]["identical"] == 1.0 and kinds["all"]["prompts"] == 4
+    assert len(results["answers"]) == 3 * len(prompts)
+    assert markdown_table(results["summary"]).count("\n") == 1 + 3 * 5
+    facts = provenance(GenerateOptions(), prompts)
+    assert facts["versions"]["torch"] == torch.__version__ and len(facts["prompts_sha256"]) == 64
+
+
+def test_fast_dtype_is_one_that_the_processor_can_use():
+    assert fast_dtype() in (torch.bfloat16, torch.float32)
