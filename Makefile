@@ -30,11 +30,11 @@ demo: setup
 	$(BIN)/dflash-generate --demo true
 
 test: setup
-	$(BIN)/python -m pytest
+	DFLASH_OLD_TRANSFORMERS=$(abspath $(wildcard $(VENV)/oldest)) $(BIN)/python -m pytest
 
 # The oldest supported Transformers, beside the environment's own.
 test-oldest: setup
-	test -d $(VENV)/oldest || $(BIN)/pip install --quiet --no-deps --target $(VENV)/oldest "transformers==5.15.0"
+	test -d $(VENV)/oldest || $(BIN)/pip install --quiet --target $(VENV)/oldest "transformers==5.15.0"
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest
 
 # From prompts to a drafter in at most 40 minutes on 2 cores; a rerun goes on where it was stopped.
