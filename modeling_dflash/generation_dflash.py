@@ -168,7 +168,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             proposals = self._draft(input_ids, features, min(room, self.num_proposals))
         except RuntimeError as error:  # out of memory is one of these
             self._is_off = True
-            logger.warning(f"The drafter failed and is off for the rest of this call, the answer is not: {error}")
+            logger.warning(f"The drafter failed, so the rest of this answer is decoded without it: {error}")
             return input_ids, None
         return torch.cat([input_ids, proposals], dim=1), None
 

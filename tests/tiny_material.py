@@ -70,14 +70,18 @@ def make_text_rows(target, num_rows: int, *, prompt_length: int = 6, answer_leng
     return [{"input_ids": sequence.tolist(), "prompt_length": prompt_length} for sequence in sequences]
 
 
-def run_python(*arguments: str, timeout: int = 120) -> str:
+def run_python(*arguments: str, timeout: int = 300) -> str:
     """Output of a Python process that inherits this one's paths; its errors are shown if it fails."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    result = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=timeout, env=environment
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    command = [sys.executable, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as run:
+        try:
+            output, errors = run.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            run.terminate()  # unlike kill(), this lets a launcher end its workers
+            raise
+    assert run.returncode == 0, output + errors
+    return output
 
 
 def run_without_package(code: str, tmp_path: Path) -> str:
