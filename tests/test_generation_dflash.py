@@ -49,7 +49,7 @@ from transformers.utils import logging as transformers_logging
 
 from dflash_hf import create_drafter_config
 from dflash_hf.generation_dflash import ContextCache, install_dispatch
-from dflash_hf.target_dflash import embed_tokens
+from dflash_hf.target_dflash import draft_logits, embed_tokens
 
 PROMPT = torch.tensor([[5, 17, 3, 42, 8, 29]])
 BLOCK = 8
@@ -955,3 +955,13 @@ def test_draft_embeddings_follow_the_stated_scale_on_a_scaled_embedding(scale):
     torch.testing.assert_close(embeds, raw * (32**0.5 if scale is None else scale))
     is_what_the_target_reads = torch.allclose(embeds, seen[0], atol=1e-6)
     assert is_what_the_target_reads == (scale in (None, 32**0.5))
+
+
+@torch.no_grad()
+def test_draft_logits_apply_the_multiplier_and_then_the_soft_cap(llama):
+    config = make_config(llama, output_multiplier=0.5, final_logit_softcapping=3.0)
+    hidden_states = torch.randn(1, 4, 32)
+    raw = hidden_states @ llama.lm_head.weight.T
+    logits = draft_logits(llama, hidden_states, config)
+    torch.testing.assert_close(logits, 3.0 * torch.tanh(0.5 * raw / 3.0))
+    torch.testing.assert_close(draft_logits(llama, hidden_states, make_config(llama)), raw)

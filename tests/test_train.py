@@ -8,7 +8,9 @@ from safetensors.torch import load_file
 from tiny_material import make_drafter_config, make_text_rows, run_without_package, save_tiny_target
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.trainer.data import write_json_lines
+from dflash_hf.trainer import DFlashTrainer
+from dflash_hf.trainer import train as train_module
+from dflash_hf.trainer.data import read_json_lines, write_json_lines
 from dflash_hf.trainer.train import TrainOptions, train
 from dflash_hf.trainer.training_args import DFlashTrainingArguments
 
@@ -85,15 +87,38 @@ def test_card_tells_data_recipe_and_result(options, tmp_path):
     assert f"accepted length on 2 held-out rows: {accepted_length}." in card
 
 
+def test_last_rows_are_held_out_and_long_rows_are_cut(options, tmp_path, monkeypatch):
+    trainers = []
+
+    class RecordedTrainer(DFlashTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            trainers.append(self)
+
+    monkeypatch.setattr(train_module, "DFlashTrainer", RecordedTrainer)
+    train(replace(options, max_length=20), make_args(tmp_path, max_steps=1))
+    rows = [row["input_ids"][:20] for file in options.train_files for row in read_json_lines(file)]
+    (trainer,) = trainers
+    trained, held_out = (
+        [dataset[i]["input_ids"] for i in range(len(dataset))]
+        for dataset in (trainer.train_dataset, trainer.eval_dataset)
+    )
+    assert trained == rows[:8]
+    assert held_out == rows[8:]
+
+
 def test_second_call_goes_on_from_the_last_checkpoint_and_replaces_the_folder(options, tmp_path, capsys):
     folder = train(options, make_args(tmp_path))
     first = load_file(folder / "model.safetensors")
+    before = trainer_state(tmp_path / "run" / "checkpoint-3")["log_history"]
     assert "Going on from" not in capsys.readouterr().out
     train(options, make_args(tmp_path, max_steps=5))
     assert f"Going on from {tmp_path / 'run' / 'checkpoint-3'}." in capsys.readouterr().out
     state = trainer_state(tmp_path / "run" / "checkpoint-5")
     steps = [entry["step"] for entry in state["log_history"] if "loss" in entry]
     assert steps == [1, 2, 3, 4, 5]
+    # Their learning rates are those of three steps in all, so they were not done again.
+    assert state["log_history"][: len(before)] == before
     second = load_file(folder / "model.safetensors")
     assert any(not torch.equal(first[name], second[name]) for name in first)
     assert [path.name for path in folder.parent.iterdir() if path.name.startswith(".")] == []
