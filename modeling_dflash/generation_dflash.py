@@ -249,7 +249,6 @@ def spec_generate(
     drafter: PreTrainedModel,
     target: PreTrainedModel,
     input_ids: torch.LongTensor,
-    *,
     max_new_tokens: int,
     stop_token_ids: list[int] | None = None,
     temperature: float = 0.0,

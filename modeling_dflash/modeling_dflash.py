@@ -254,9 +254,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         """Proposals of this drafter for one `generate()` call of `target`; called by the dispatch."""
         return DFlashCandidateGenerator(self, target, **kwargs)
 
-    def spec_generate(self, target: PreTrainedModel, input_ids: torch.LongTensor, **kwargs) -> torch.LongTensor:
+    def spec_generate(self, target: PreTrainedModel, *args, **kwargs) -> torch.LongTensor:
         """Prompt and answer, for callers of the authors' code; see [`spec_generate`]."""
-        return spec_generate(self, target, input_ids, **kwargs)
+        return spec_generate(self, target, *args, **kwargs)
 
 
 def block_visibility(

@@ -71,6 +71,7 @@ def test_sampled_softmax_over_the_whole_vocabulary_gives_the_same_update(tmp_pat
     assert any((full[name] - coarse[name]).abs().max() > 1e-3 for name in full)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_parameters_losses_and_anchors_of_one(tmp_path):
     train_steps(str(tmp_path / "one"), 4, 3)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

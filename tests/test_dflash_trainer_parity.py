@@ -151,7 +151,6 @@ def test_training_positions_are_those_that_generation_counts(tmp_path):
     assert trained[0].tolist() == positions[0]
 
 
-@pytest.mark.slow
 def test_learned_drafter_is_accepted_live_as_often_as_it_was_right_in_training(tmp_path, rounds, record_property):
     """A drafter that has learned eight texts: live acceptance per slot against accuracy on the same texts."""
     target = make_tiny_target()

@@ -243,17 +243,25 @@ def test_text_equals_the_authors_loop_for_every_target(kind):
     assert generate(target, assistant_model=drafter, max_new_tokens=24).tolist() == theirs.tolist()
 
 
+def run_spec_generate(drafter, target, stop):
+    arguments = {"input_ids": PROMPT % 8, "max_new_tokens": NEW, "temperature": 0.0, "stop_token_ids": [stop]}
+    return drafter.spec_generate(target=target, **arguments).tolist()
+
+
+def test_spec_generate_equals_plain_generate():
+    target, drafter = make_small_vocabulary_pair()
+    plain = generate(target, PROMPT % 8)
+    stop = int(plain[0, PROMPT.shape[1] + 20])
+    output = run_spec_generate(drafter, target, stop)
+    assert output == generate(target, PROMPT % 8, eos_token_id=stop).tolist()
+    assert output[0][-1] == stop and len(output[0]) < plain.shape[1]
+
+
 def test_spec_generate_takes_the_authors_arguments():
     target, drafter = make_small_vocabulary_pair()
-    prompt = PROMPT % 8
-    plain = generate(target, prompt)
-    stop = int(plain[0, PROMPT.shape[1] + 20])
-    arguments = {"input_ids": prompt, "max_new_tokens": NEW, "temperature": 0.0, "target": target}
-    ours = drafter.spec_generate(**arguments, stop_token_ids=[stop])
-    assert ours.tolist() == generate(target, prompt, eos_token_id=stop).tolist()
-    assert ours[0, -1] == stop and ours.shape[1] < plain.shape[1]
     _, twin = load_authors_twin(drafter)
-    assert ours.tolist() == twin.spec_generate(**arguments, stop_token_ids=[stop]).tolist()
+    for stop in range(8):
+        assert run_spec_generate(drafter, target, stop) == run_spec_generate(twin, target, stop)
 
 
 def test_spec_generate_samples_by_seed():
