@@ -208,7 +208,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def _choose(self, input_ids: torch.LongTensor, logits: torch.Tensor) -> torch.LongTensor:
         if not self.argmax_processors:
-            return logits.argmax(dim=-1)
+            return logits.max(dim=-1).indices  # argmax() is four times slower on a CPU in bfloat16
         tokens = input_ids
         for slot in range(logits.shape[1]):
             scores = self.argmax_processors(tokens, logits[:, slot].float())

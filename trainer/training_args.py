@@ -19,6 +19,10 @@ class DFlashTrainingArguments(TrainingArguments):
     warmup_steps: float = field(default=0.04, metadata={"help": "Steps, or a share of all steps if below 1."})
     max_grad_norm: float = field(default=1.0, metadata={"help": "Gradient clipping. Paper: 1.0."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay off: rows carry a loss mask."})
+    use_cache: bool = field(
+        default=True,
+        metadata={"help": "Training uses no cache; True keeps the Trainer from writing False into the config."},
+    )
     num_anchors: int = field(default=512, metadata={"help": "Anchors per row, drawn anew every epoch. Paper: 512."})
     loss_decay: float | None = field(
         default=None,
