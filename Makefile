@@ -27,7 +27,7 @@ $(VENV)/installed: setup.cfg pyproject.toml Makefile
 	touch $@
 
 demo: setup
-	$(BIN)/dflash-generate --demo true
+	$(BIN)/dflash-generate --demo true --max_new_tokens 80
 
 test: setup
 	DFLASH_OLD_TRANSFORMERS=$(abspath $(wildcard $(VENV)/oldest)) $(BIN)/python -m pytest
