@@ -74,7 +74,12 @@ def build_hub_folder(
         temporary.chmod(0o755)
         if folder.exists():
             folder.rename(replaced)
-        temporary.rename(folder)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(folder)
+            raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
