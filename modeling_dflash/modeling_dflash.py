@@ -73,7 +73,6 @@ class DFlashAttention(nn.Module):
         **kwargs,
     ) -> torch.Tensor:
         batch, query_length, _ = hidden_states.shape
-        head_shape = (batch, -1, self.head_dim)
         # The layer's input norm acted on the block only: context features were normed once for all layers.
         key_value_states = torch.cat([context_hidden_states, hidden_states], dim=1)
         query = self.q_proj(hidden_states).view(batch, query_length, -1, self.head_dim)
@@ -99,7 +98,7 @@ class DFlashAttention(nn.Module):
             is_causal=self.is_causal,
             **kwargs,
         )
-        return self.o_proj(output.reshape(*head_shape[:1], query_length, -1))
+        return self.o_proj(output.reshape(batch, query_length, -1))
 
     def _layer_mask(
         self, attention_mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, implementation: str

@@ -66,7 +66,8 @@ class FeatureStore:
 def features_fingerprint(target: PreTrainedModel, layer_ids: Sequence[int], rows: Sequence[Sequence[int]]) -> str:
     """A hash that changes with the target's config and weights, the tapped layers and the rows' token ids."""
     digest = hashlib.sha256(target.config.to_json_string().encode())
-    for parameter in list(target.parameters())[:: max(1, len(list(target.parameters())) // 16)]:
+    parameters = list(target.parameters())
+    for parameter in parameters[:: max(1, len(parameters) // 16)]:
         digest.update(repr(parameter.detach().flatten()[:64].float().cpu().tolist()).encode())
     digest.update(repr(list(layer_ids)).encode())
     for input_ids in rows:
