@@ -1,81 +1,30 @@
-"""DFlash inside Transformers' assisted decoding: `target.generate(..., assistant_model=drafter)`."""
+"""`target.generate(..., assistant_model=drafter)`: the way to the decode loop, and proposals for Transformers' own."""
 
 import functools
 from typing import Any
 
 import torch
-from transformers import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    GenerationConfig,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    PreTrainedModel,
-    SynthIDTextWatermarkLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
-from .target_dflash import TargetTaps, check_drafter_fits, draft_logits, embed_tokens
+from .context_dflash import BlockDrafter
+from .sampling_dflash import counts_its_calls, draft_processors
+from .target_dflash import TargetTaps
+from .verify_length_dflash import fixed_proposals
 
 logger = logging.get_logger(__name__)
 
-# These never change which token is most likely, so greedy proposals need not apply them.
-_KEEP_ARGMAX = (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-)
-# These count their calls, so scores of tokens that are then rejected would change the text.
-_ONE_CALL_PER_TOKEN = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 _ROUNDS_BEFORE_ALARM = 48
 
 
-class ContextCache:
-    """Keys and values of the drafter's context features, in buffers that grow by doubling.
-
-    A block's own keys are written behind the context and overwritten in the next round, so nothing is ever cropped.
-    """
-
-    def __init__(self, num_layers: int):
-        self._keys: list[Any] = [None] * num_layers
-        self._values: list[Any] = [None] * num_layers
-        self._length = 0
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Context tokens held."""
-        return self._length
-
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All context keys and values, then the block's; `key` and `value` are (batch, heads, new, head_dim)."""
-        needed = self._length + key.shape[2]
-        for buffers, states in ((self._keys, key), (self._values, value)):
-            buffer = buffers[layer_idx]
-            if buffer is None or buffer.shape[2] < needed:
-                grown = states.new_empty(*states.shape[:2], 2 * needed, states.shape[3])
-                if buffer is not None:
-                    grown[:, :, : self._length] = buffer[:, :, : self._length]
-                buffers[layer_idx] = buffer = grown
-            buffer[:, :, self._length : needed] = states
-        return self._keys[layer_idx][:, :, :needed], self._values[layer_idx][:, :, :needed]
-
-    def keep_context(self, num_tokens: int) -> None:
-        """Keeps the first `num_tokens` rows of the last update; the block's rows behind them are given up."""
-        self._length += num_tokens
-
-
 class DFlashCandidateGenerator(CandidateGenerator):
-    """Proposals of a DFlash drafter for one `generate()` call; holds that call's drafter cache.
+    """Proposals of a DFlash drafter for one call of Transformers' own assisted decoding.
+
+    `generate(..., assistant_model=drafter)` uses the drafter's `decode` instead, which takes batches, exact stopping
+    criteria and more. This class serves loops that ask for a [`CandidateGenerator`].
 
     Proposals are the drafter's most likely tokens. No draft probabilities are returned: Transformers then keeps a
     proposal exactly if the target chose the same token, greedily or by its own draw, so the output's distribution is
@@ -111,26 +60,22 @@ class DFlashCandidateGenerator(CandidateGenerator):
             raise ValueError(
                 f"DFlash drafting takes one prompt at a time, got a batch of {batch_size}. Call generate() per prompt."
             )
-        check_drafter_fits(drafter.config, target)
-        self.drafter = drafter
-        self.target = target
         self.max_length = generation_config.max_length
-        self.num_proposals = _num_proposals(generation_config, drafter.config.block_size)
-        self.argmax_processors = LogitsProcessorList(
-            processor for processor in logits_processor or () if not isinstance(processor, _KEEP_ARGMAX)
-        )
+        whole_block = drafter.config.block_size - 1
+        self.num_proposals = fixed_proposals(generation_config, drafter.config.block_size) or whole_block
+        self.argmax_processors = draft_processors(logits_processor, keep_argmax=True)
         end_ids = getattr(generation_config, "_eos_token_tensor", None)
         self.end_ids = [] if end_ids is None else end_ids.flatten().tolist()
         self.accepted_lengths: list[int] = []
+        self._block_drafter = BlockDrafter(drafter, target, [0])
         self._taps = TargetTaps(target, drafter.config.target_layer_ids)
-        self._cache = ContextCache(drafter.config.num_hidden_layers)
-        self._mask_ids = torch.full((1, drafter.config.block_size - 1), drafter.config.mask_token_id)
-        self._num_context = 0
+        self._mask_token_id = drafter.config.mask_token_id
         self._num_placeholders = 0
         self._is_after_prefill = False
-        self._is_off = any(isinstance(processor, _ONE_CALL_PER_TOKEN) for processor in logits_processor or ())
-        if self._is_off:
+        self._is_off = False
+        if counts_its_calls(logits_processor or LogitsProcessorList()):
             logger.warning("Guidance and SynthID watermarks need one call per token: the drafter is off in this call.")
+            self._turn_off()
 
     def get_candidates(
         self,
@@ -149,7 +94,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
                 return input_ids, None
             # Transformers 5.15 takes a prompt that ends in an end token for a finished text, unless more follows.
             self._num_placeholders = 1
-            return torch.cat([input_ids, self._mask_ids[:, :1].to(input_ids.device)], dim=1), None
+            return torch.cat([input_ids, torch.full_like(input_ids[:, :1], self._mask_token_id)], dim=1), None
         room = self.max_length - input_ids.shape[1] - 1
         is_after_prefill, self._is_after_prefill = self._is_after_prefill, False
         if self._is_off or room < 1:
@@ -164,10 +109,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
                     features = features[:, mask[0, : features.shape[1]].bool()]
             else:
                 features = features[:, : int(n_last_matches) + 1]
-            self._num_context += features.shape[1]
-            proposals = self._draft(input_ids, features, min(room, self.num_proposals))
+            self._block_drafter.add_features(features, [features.shape[1]])
+            logits = self._block_drafter.logits(input_ids[:, -1:], min(room, self.num_proposals))
+            proposals = self._choose(input_ids, logits)
         except RuntimeError as error:  # out of memory is one of these
-            self._is_off = True
+            self._turn_off()
             logger.warning(f"The drafter failed, so the rest of this answer is decoded without it: {error}")
             return input_ids, None
         return torch.cat([input_ids, proposals], dim=1), None
@@ -184,53 +130,78 @@ class DFlashCandidateGenerator(CandidateGenerator):
                 "that the drafter belongs to this target, its dtype, and the chat template that it was trained with."
             )
 
-    def _draft(self, input_ids: torch.LongTensor, features: torch.Tensor, num_proposals: int) -> torch.LongTensor:
-        drafter, config = self.drafter, self.drafter.config
-        block_ids = torch.cat([input_ids[:, -1:], self._mask_ids.to(input_ids.device)], dim=1)
-        noise_embeds = embed_tokens(self.target, block_ids, config).to(drafter.device, drafter.dtype)
-        start = self._num_context - features.shape[1]
-        positions = torch.arange(start, self._num_context + config.block_size, device=drafter.device)
-        hidden_states = drafter(
-            noise_embeds=noise_embeds,
-            context_hidden_states=features.to(drafter.device, drafter.dtype),
-            position_ids=positions.unsqueeze(0),
-            cache=self._cache,
-        ).last_hidden_state
-        self._cache.keep_context(features.shape[1])
-        # The block is drafted at full width, as in training; a shorter request only verifies fewer slots.
-        logits = draft_logits(self.target, hidden_states[:, 1 : num_proposals + 1], config).to(input_ids.device)
-        proposals = self._choose(input_ids, logits)
-        # A proposed end token is left to the target's own choice in the bonus slot: same tokens, no overshoot.
-        if self.end_ids:
-            first_end = next((i for i, token in enumerate(proposals[0].tolist()) if token in self.end_ids), None)
-            proposals = proposals[:, :first_end]
-        return proposals
-
     def _choose(self, input_ids: torch.LongTensor, logits: torch.Tensor) -> torch.LongTensor:
-        if not self.argmax_processors:
-            return logits.max(dim=-1).indices  # argmax() is four times slower on a CPU in bfloat16
-        tokens = input_ids
-        for slot in range(logits.shape[1]):
-            scores = self.argmax_processors(tokens, logits[:, slot].float())
-            tokens = torch.cat([tokens, scores.argmax(dim=-1, keepdim=True)], dim=1)
-        return tokens[:, input_ids.shape[1] :]
+        if self.argmax_processors:
+            tokens = input_ids
+            for slot in range(logits.shape[1]):
+                scores = self.argmax_processors(tokens, logits[:, slot].float())
+                tokens = torch.cat([tokens, scores.argmax(dim=-1, keepdim=True)], dim=1)
+            proposals = tokens[:, input_ids.shape[1] :]
+        else:
+            proposals = logits.max(dim=-1).indices  # argmax() is four times slower on a CPU in bfloat16
+        # A proposed end token is left to the target's own choice in the bonus slot: same tokens, no overshoot.
+        first_end = next((i for i, token in enumerate(proposals[0].tolist()) if token in self.end_ids), None)
+        return proposals[:, :first_end]
+
+    def _turn_off(self) -> None:
+        self._is_off = True
+        self._taps.remove()
 
 
 def install_dispatch() -> None:
-    """Sends assisted decoding with a DFlash drafter to its candidate generator; every other call stays as it was.
+    """Sends assisted decoding with a DFlash drafter to the drafter; every other call stays as it was.
 
-    Transformers picks the candidate generator from the target's config, which knows nothing of the drafter. One
-    method, `GenerationMixin._get_candidate_generator`, is wrapped once, whichever copies of this file are imported.
-    With `speculation_type="dflash"` Transformers' own DFlash generator is used, as asked.
+    Transformers chooses how to decode from the target's config, which knows nothing of the drafter. Three methods of
+    [`GenerationMixin`] are wrapped once, whichever copies of this file are imported:
+    `_validate_generation_mode`, whose limits of assisted decoding do not hold here; `_assisted_decoding`, which goes
+    to `drafter.decode`; `_get_candidate_generator`, for code that runs Transformers' own loop. With
+    `speculation_type="dflash"` Transformers' own DFlash path is used, as asked.
     """
-    original = GenerationMixin._get_candidate_generator
-    if getattr(original, "dispatches_dflash", False):
-        return
+    for name, wrap in (
+        ("_validate_generation_mode", _wrap_validation),
+        ("_assisted_decoding", _wrap_decoding),
+        ("_get_candidate_generator", _wrap_candidates),
+    ):
+        original = getattr(GenerationMixin, name)
+        if not getattr(original, "dispatches_dflash", False):
+            wrapper: Any = functools.wraps(original)(wrap(original))
+            wrapper.dispatches_dflash = True
+            setattr(GenerationMixin, name, wrapper)
 
-    @functools.wraps(original)
+
+def _is_ours(assistant_model: Any, generation_config: GenerationConfig) -> bool:
+    return getattr(assistant_model, "is_dflash_drafter", False) and generation_config.speculation_type is None
+
+
+def _wrap_validation(original):
+    def validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        if _is_ours(generation_mode_kwargs.get("assistant_model"), generation_config):
+            others = {name: value for name, value in generation_mode_kwargs.items() if "assistant" not in name}
+            if generation_mode == GenerationMode.ASSISTED_GENERATION:
+                generation_mode = (
+                    GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
+                )
+            return original(self, generation_mode, generation_config, others)
+        return original(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    return validate_generation_mode
+
+
+def _wrap_decoding(original):
+    def assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
+        generation_config = kwargs.get("generation_config")
+        if generation_config is None or not _is_ours(assistant_model, generation_config):
+            return original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
+        for unused in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
+            kwargs.pop(unused, None)
+        return assistant_model.decode(self, input_ids, *args, **kwargs)
+
+    return assisted_decoding
+
+
+def _wrap_candidates(original):
     def get_candidate_generator(self, generation_config, input_ids, *args, assistant_model=None, **kwargs):
-        is_ours = getattr(assistant_model, "is_dflash_drafter", False) and generation_config.speculation_type is None
-        if not is_ours:
+        if not _is_ours(assistant_model, generation_config):
             return original(self, generation_config, input_ids, *args, assistant_model=assistant_model, **kwargs)
         generator = assistant_model.candidate_generator(
             self,
@@ -241,8 +212,7 @@ def install_dispatch() -> None:
         _start_from_prompt(kwargs.get("model_kwargs") or {}, generation_config, input_ids.shape[1])
         return generator
 
-    get_candidate_generator.dispatches_dflash = True  # type: ignore[attr-defined]
-    GenerationMixin._get_candidate_generator = get_candidate_generator
+    return get_candidate_generator
 
 
 def spec_generate(
@@ -290,17 +260,3 @@ def _start_from_prompt(model_kwargs: dict[str, Any], generation_config: Generati
     has_only_new_tokens = (getattr(generation_config, "_mask_length", None) or num_tokens) > num_tokens
     if cache is not None and cache.get_seq_length() and not has_only_new_tokens:
         cache.crop(-cache.get_seq_length())
-
-
-def _num_proposals(generation_config: GenerationConfig, block_size: int) -> int:
-    asked = generation_config.num_assistant_tokens
-    # generate() fills in its own default for assistant models; a drafter's default is its whole block.
-    library_default = GenerationConfig._get_default_generation_params().get("num_assistant_tokens")
-    if asked is None or asked == library_default:
-        return block_size - 1
-    if not 1 <= asked <= block_size - 1:
-        raise ValueError(
-            f"`num_assistant_tokens` is {asked}, but this drafter proposes 1 to {block_size - 1} tokens "
-            f"(`block_size` {block_size} counts the anchor). It cannot draft longer blocks than it was trained for."
-        )
-    return asked

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 
 class TargetTaps:
-    """Outputs of the tapped decoder layers in the target's latest forward; no other layer's output is kept.
+    """Outputs of the tapped decoder layers in the target's forwards; no other layer's output is kept.
 
     Hooks work on every architecture and Transformers version alike, and see a layer's output before the final norm.
     They act only in the thread that made them, and go away with this object.
@@ -24,7 +24,7 @@ class TargetTaps:
     def __init__(self, target: PreTrainedModel, layer_ids: list[int]):
         layers = decoder_layers(target)
         tapped = [layers[layer_id] for layer_id in layer_ids]
-        self._outputs: list[torch.Tensor | None] = [None] * len(layer_ids)
+        self._outputs: list[list[torch.Tensor]] = [[] for _ in layer_ids]
         self._thread = threading.get_ident()
         handles = [
             layer.register_forward_hook(_make_hook(weakref.ref(self), slot)) for slot, layer in enumerate(tapped)
@@ -32,16 +32,26 @@ class TargetTaps:
         self.remove = weakref.finalize(self, _remove_hooks, handles)
 
     def take(self) -> torch.Tensor:
-        """Context features of shape (batch, tokens, len(layer_ids) * D); they are released here.
+        """Context features of shape (batch, tokens, len(layer_ids) * D), released here.
+
+        Several forwards since the last call, as of a prompt read in pieces, follow each other.
 
         Raises:
             RuntimeError: If the target has not run a forward since the last call.
         """
-        outputs = [output for output in self._outputs if output is not None]
-        if len(outputs) < len(self._outputs):
-            raise RuntimeError("The target ran no forward in this thread, so its tapped layers have no outputs.")
-        self._outputs = [None] * len(outputs)
-        return torch.cat([output.to(outputs[0].device) for output in outputs], dim=-1)
+        outputs, self._outputs = self._outputs, [[] for _ in self._outputs]
+        if not all(outputs):
+            raise RuntimeError(
+                "The target ran no forward in this thread that hooks on its layers could see (a compiled forward "
+                "ignores hooks that came later)."
+            )
+        device = outputs[0][0].device
+        layers = [torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0] for pieces in outputs]
+        return torch.cat([layer.to(device) for layer in layers], dim=-1)
+
+    def discard(self) -> None:
+        """Releases outputs that nobody asked for."""
+        self._outputs = [[] for _ in self._outputs]
 
     def __enter__(self) -> "TargetTaps":
         return self
@@ -150,7 +160,7 @@ def _make_hook(taps: "weakref.ref[TargetTaps]", slot: int):
     def keep_output(module, arguments, output):
         owner = taps()
         if owner is not None and owner._thread == threading.get_ident():
-            owner._outputs[slot] = output[0] if isinstance(output, tuple) else output
+            owner._outputs[slot].append(output[0] if isinstance(output, tuple) else output)
 
     return keep_output
 

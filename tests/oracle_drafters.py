@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from dflash_hf import DFlashDraftModel
+from dflash_hf import DFlashDraftModel, decoding_dflash
 
 # Whether slot `slot` (1 is the token after the anchor) of the call's draft number `round_index` is right.
 Pattern = Callable[[int, int], bool]
@@ -45,16 +45,27 @@ class DraftCall:
 
 
 class RecordingDrafter(DFlashDraftModel):
-    """A drafter that writes down its forwards, and the proposals and accepted lengths of its generate() calls."""
+    """A drafter that writes down its forwards, and the proposals and accepted lengths of its generate() calls.
+
+    `proposals` and `accepted_lengths` are those of the first row; `all_accepted_lengths` has every row's. The whole
+    block is verified in every round, unless `is_cost_aware` is set or the call asks for `num_assistant_tokens`.
+    """
+
+    is_cost_aware = False
 
     def __init__(self, config):
         super().__init__(config)
         self.start_recording()
 
-    def start_recording(self) -> None:
+    def start_recording(self, rows: list[int] | None = None) -> None:
         self.calls: list[DraftCall] = []
         self.proposals: list[list[int]] = []
-        self.accepted_lengths: list[int] = []
+        self.all_accepted_lengths: list[list[int]] = [[]]
+        self.rows = rows or [0]
+
+    @property
+    def accepted_lengths(self) -> list[int]:
+        return self.all_accepted_lengths[0]
 
     def forward(self, noise_embeds, context_hidden_states, position_ids=None, **kwargs):
         output = super().forward(noise_embeds, context_hidden_states, position_ids=position_ids, **kwargs)
@@ -69,9 +80,10 @@ class RecordingDrafter(DFlashDraftModel):
         return output
 
     def candidate_generator(self, target, **kwargs):
+        """Records the candidates of Transformers' own loop."""
         self.start_recording()
         generator = super().candidate_generator(target, **kwargs)
-        self.accepted_lengths = generator.accepted_lengths
+        self.all_accepted_lengths = [generator.accepted_lengths]
         get_candidates, proposals = type(generator).get_candidates, self.proposals
 
         class Recorder(type(generator)):
@@ -87,6 +99,30 @@ class RecordingDrafter(DFlashDraftModel):
         return generator
 
 
+class RecordingCall(decoding_dflash.DecodeCall):
+    """A decoding call that tells a `RecordingDrafter` what it does; other drafters notice nothing."""
+
+    def __init__(self, drafter, *args, **kwargs):
+        super().__init__(drafter, *args, **kwargs)
+        if isinstance(drafter, RecordingDrafter):
+            drafter.start_recording(self.rows)
+            drafter.all_accepted_lengths = self.accepted_lengths
+            if not drafter.is_cost_aware and self.verify_length.fixed is None:
+                self.verify_length.fixed = drafter.config.block_size - 1
+
+    def _propose(self):
+        is_recording = isinstance(self.drafter, RecordingDrafter)
+        if is_recording:
+            self.drafter.rows = self.rows
+        tree, scores = super()._propose()
+        if is_recording and self.rows[0] == 0:
+            self.drafter.proposals.append(tree.tokens[0, 1:].tolist())
+        return tree, scores
+
+
+decoding_dflash.DecodeCall = RecordingCall
+
+
 class OracleDrafter(RecordingDrafter):
     """A drafter that knows the text, and proposes it where `is_right` says so and other tokens elsewhere.
 
@@ -94,34 +130,56 @@ class OracleDrafter(RecordingDrafter):
     are put into the hidden states, where any decode loop reads them through the target's head.
 
     Args:
-        text (`torch.LongTensor`): Prompt and continuation without padding, shape (1, tokens), a block longer than what
-            is generated.
+        text: Prompt and continuation without padding, one list of ids a row, or a tensor of shape (rows, tokens); a
+            block longer than what is generated.
+        is_right: One pattern, or one for each row.
         decoy (`int`, *optional*): A token that is always more likely than the proposed one.
     """
 
-    def __init__(self, config, target, text: torch.Tensor, is_right: Pattern = always_right, decoy: int | None = None):
+    def __init__(
+        self,
+        config,
+        target,
+        text: torch.Tensor | list[list[int]],
+        is_right: Pattern | list[Pattern] = always_right,
+        decoy: int | None = None,
+    ):
         super().__init__(config)
-        self.text, self.is_right, self.decoy = text[0].tolist(), is_right, decoy
+        self.text = text.tolist() if isinstance(text, torch.Tensor) else text
+        self.is_right = is_right
+        self._patterns = is_right if isinstance(is_right, list) else [is_right] * len(self.text)
+        self.decoy = decoy
         head = target.get_output_embeddings().weight.detach().float()
         self._rows = 20.0 * head / head.pow(2).sum(dim=-1, keepdim=True).clamp_min(1e-6)
         self._is_readable = (self._rows @ head.T).argmax(dim=-1) == torch.arange(len(head))
         self.eval()
 
+    def start_recording(self, rows: list[int] | None = None) -> None:
+        super().start_recording(rows)
+        self.num_drafts = [0] * (max(self.rows) + 1)
+
     def forward(self, noise_embeds, context_hidden_states, position_ids=None, **kwargs):
         output = super().forward(noise_embeds, context_hidden_states, position_ids=position_ids, **kwargs)
-        width = noise_embeds.shape[1]
-        anchor = int(position_ids[0, -width])
-        wanted = [self._token(len(self.calls) - 1, slot, self.text[anchor + slot]) for slot in range(1, width)]
+        num_rows, width = noise_embeds.shape[:2]
+        anchors = position_ids.expand(num_rows, -1)[:, -width].tolist()
         hidden_states = output.last_hidden_state.clone()
-        hidden_states[:, 1:] = self._rows[wanted].to(hidden_states)
+        for i, anchor in enumerate(anchors):
+            row = self.rows[i]
+            text = self.text[row]
+            wanted = [
+                self._token(row, slot, text[anchor + slot] if anchor + slot < len(text) else 0)
+                for slot in range(1, width)
+            ]
+            hidden_states[i, 1:] = self._rows[wanted].to(hidden_states)
+            self.num_drafts[row] += 1
         if self.decoy is not None:
             hidden_states[:, 1:] += 1.1 * self._rows[self.decoy].to(hidden_states)
         output.last_hidden_state = hidden_states
         return output
 
-    def _token(self, round_index: int, slot: int, right: int) -> int:
+    def _token(self, row: int, slot: int, right: int) -> int:
         token, num_tokens = right, len(self._rows)
-        if not self.is_right(round_index, slot):
+        if not self._patterns[row](self.num_drafts[row], slot):
             others = ((right + offset) % num_tokens for offset in range(1, num_tokens))
             token = next(other for other in others if self._is_readable[other])
         if not self._is_readable[token]:
@@ -172,10 +230,7 @@ def reference_dflash_greedy(
     eos: list[int] = (),
     num_proposals: int | None = None,
 ) -> ReferenceRun:
-    """DFlash decoding without any cache: each round reads the whole context again, with target and drafter.
-
-    Proposals end before an end token, which the target then chooses itself or not.
-    """
+    """DFlash decoding without any cache: each round reads the whole context again, with target and drafter."""
     max_length = input_ids.shape[1] + max_new_tokens
     run = ReferenceRun(reference_greedy(target, input_ids, 1))
     while run.tokens.shape[1] < max_length and int(run.tokens[0, -1]) not in eos:
@@ -184,14 +239,15 @@ def reference_dflash_greedy(
         if room > 0:
             drafted = reference_draft(target, drafter, run.tokens)
             proposals = drafted[: min(room, num_proposals or len(drafted))]
-            proposals = proposals[: next((i for i, token in enumerate(proposals) if token in eos), None)]
         block = torch.cat([run.tokens, torch.tensor([proposals], dtype=torch.long)], dim=1)
         choices = target(block, use_cache=False).logits[0, run.tokens.shape[1] - 1 :].argmax(dim=-1).tolist()
         num_right = 0
         while num_right < len(proposals) and proposals[num_right] == choices[num_right]:
             num_right += 1
-        run.tokens = torch.cat([run.tokens, torch.tensor([choices[: num_right + 1]])], dim=1)
-        run.accepted_lengths.append(num_right + 1)
+        committed = choices[: num_right + 1]
+        first_end = next((i for i, token in enumerate(committed) if token in eos), num_right)
+        run.tokens = torch.cat([run.tokens, torch.tensor([committed[: first_end + 1]])], dim=1)
+        run.accepted_lengths.append(first_end + 1)
         run.proposals.append(proposals)
     return run
 

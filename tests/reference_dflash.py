@@ -92,6 +92,30 @@ def accepted_length(proposals: list[int], answer: list[int]) -> int:
     return length
 
 
+def speculative_sampling_law(
+    target_laws: list[list[float]], draft_laws: list[list[float]], proposals: list[int]
+) -> dict[tuple[int, ...], float]:
+    """How likely each text is to be committed for these proposals: algorithm 1 of arXiv 2211.17192, token by token.
+
+    Args:
+        target_laws (`list[list[float]]`): The target's law after the anchor and after each proposal.
+        draft_laws (`list[list[float]]`): The laws that the proposals were drawn from.
+    """
+    chances: dict[tuple[int, ...], float] = {}
+    reached, kept = 1.0, ()
+    for target, draft, proposal in zip(target_laws, draft_laws, proposals, strict=False):
+        keep = min(1.0, target[proposal] / draft[proposal])
+        rest = [max(0.0, p - q) for p, q in zip(target, draft, strict=True)]
+        for token, mass in enumerate(rest):
+            if keep < 1.0 and mass > 0.0:
+                chances[(*kept, token)] = reached * (1.0 - keep) * mass / sum(rest)
+        reached *= keep
+        kept = (*kept, proposal)
+    for token, mass in enumerate(target_laws[len(proposals)]):
+        chances[(*kept, token)] = reached * mass
+    return chances
+
+
 @torch.no_grad()
 def context_features(target, input_ids: torch.LongTensor, layer_ids: list[int]) -> torch.Tensor:
     """Outputs of the tapped layers for `input_ids` of shape (1, tokens), from the target's own `hidden_states`."""

@@ -11,7 +11,8 @@ import torch
 from conftest import make_tiny_target
 from tiny_material import make_drafter_config, make_text_rows, make_trainer
 
-from dflash_hf import DFlashCandidateGenerator, DFlashDraftModel
+from dflash_hf import DFlashDraftModel
+from dflash_hf.decoding_dflash import DecodeCall
 from dflash_hf.trainer.block_mask import block_positions
 
 BLOCK, PROMPT = 8, 11
@@ -21,16 +22,15 @@ BLOCK, PROMPT = 8, 11
 def rounds(monkeypatch) -> list[tuple[int, list[int]]]:
     """Anchor and proposals of every round of `generate()` that drafts."""
     found: list[tuple[int, list[int]]] = []
-    get_candidates = DFlashCandidateGenerator.get_candidates
+    propose = DecodeCall._propose
 
-    def recording(self, input_ids, *args, **kwargs):
-        candidates, logits = get_candidates(self, input_ids, *args, **kwargs)
-        num_tokens = input_ids.shape[1]
-        if candidates.shape[1] > num_tokens:
-            found.append((num_tokens - 1, candidates[0, num_tokens:].tolist()))
-        return candidates, logits
+    def recording(self):
+        tree, scores = propose(self)
+        if tree.num_nodes > 1:
+            found.append((self.text.length(0) - 1, tree.tokens[0, 1:].tolist()))
+        return tree, scores
 
-    monkeypatch.setattr(DFlashCandidateGenerator, "get_candidates", recording)
+    monkeypatch.setattr(DecodeCall, "_propose", recording)
     return found
 
 
@@ -48,6 +48,7 @@ def generate(target, drafter, prompt: list[int], num_tokens: int) -> list[int]:
         input_ids,
         attention_mask=torch.ones_like(input_ids),
         assistant_model=drafter,
+        num_assistant_tokens=BLOCK - 1,
         max_new_tokens=num_tokens,
         do_sample=False,
     )
@@ -71,21 +72,18 @@ def batch_at(trainer, row: dict, anchors: list[int]) -> dict[str, torch.Tensor]:
 
 def script_proposals(monkeypatch, text: list[int]) -> None:
     """Replaces proposals so that 0, 1, 2, ... of them are right; the drafter still runs and fills its cache."""
-    get_candidates = DFlashCandidateGenerator.get_candidates
+    choose_proposals = DecodeCall._choose_proposals
     counts = itertools.cycle(range(BLOCK))
 
-    def scripted(self, input_ids, *args, **kwargs):
-        candidates, logits = get_candidates(self, input_ids, *args, **kwargs)
-        candidates = candidates.clone()
-        first = input_ids.shape[1]
-        if candidates.shape[1] > first:
-            num_right = next(counts)
-            for index in range(first, candidates.shape[1]):
-                is_right = index - first < num_right
-                candidates[0, index] = text[index] if is_right else (text[index] + 1) % 90
-        return candidates, logits
+    def scripted(self, logits):
+        proposals, scores = choose_proposals(self, logits)
+        first, num_right = self.text.length(0), next(counts)
+        for slot in range(proposals.shape[1]):
+            right = text[first + slot]
+            proposals[0, slot] = right if slot < num_right else (right + 1) % 90
+        return proposals, scores
 
-    monkeypatch.setattr(DFlashCandidateGenerator, "get_candidates", scripted)
+    monkeypatch.setattr(DecodeCall, "_choose_proposals", scripted)
 
 
 RULES = {

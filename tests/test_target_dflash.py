@@ -202,11 +202,13 @@ def test_only_tapped_layers_stay_in_memory(tiny_target):
 
 
 @torch.no_grad()
-def test_latest_forward_wins(tiny_target):
+def test_forwards_follow_each_other_and_discarded_ones_are_gone(tiny_target):
     with TargetTaps(tiny_target, [2]) as taps:
         tiny_target(IDS)
-        expected = tiny_target(IDS + 1, output_hidden_states=True).hidden_states[3]
-        assert torch.equal(taps.take(), expected)
+        taps.discard()
+        first = tiny_target(IDS, output_hidden_states=True).hidden_states[3]
+        second = tiny_target(IDS + 1, output_hidden_states=True).hidden_states[3]
+        assert torch.equal(taps.take(), torch.cat([first, second], dim=1))
 
 
 def test_hooks_go_with_the_object(tiny_target):

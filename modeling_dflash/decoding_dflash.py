@@ -1,0 +1,409 @@
+"""The decode loop of DFlash: draft a block, verify it in one target forward, keep what plain decoding would choose."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
+
+from .committed_text_dflash import CommittedText
+from .context_dflash import BlockDrafter
+from .outputs_dflash import DFlashGenerateOutput, OutputRecorder
+from .sampling_dflash import (
+    StepNoise,
+    choose_after_drafts,
+    choose_tokens,
+    counts_its_calls,
+    draft_processors,
+    group_by_length,
+    is_prefix_free,
+)
+from .tree_dflash import TokenTree
+from .verification_dflash import Verifier
+from .verify_length_dflash import VerifyLength, fixed_proposals
+
+logger = logging.get_logger(__name__)
+
+# From draft logits of shape (rows, slots, vocab_size) and anchors of shape (rows, 1) to the tree to verify.
+TreeBuilder = Callable[[torch.Tensor, torch.LongTensor], TokenTree]
+
+_ROUNDS_BEFORE_ALARM = 16
+_ROUNDS_AFTER_FAULT = 8
+_MAX_FAULTS = 3
+
+
+@torch.no_grad()
+def decode(
+    drafter: PreTrainedModel,
+    model: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    *,
+    token_streamer: BaseStreamer | None = None,
+    sample_drafts: bool = False,
+    tree_builder: TreeBuilder | None = None,
+    **model_kwargs,
+) -> DFlashGenerateOutput | torch.LongTensor:
+    """What plain `generate` of the target returns, decoded with a drafter; called by `generate` with prepared inputs.
+
+    Greedy ids equal plain ones in float32. Sampled ids equal those that plain `generate` draws from the same seed,
+    except with `sample_drafts`, where only the distribution is the same.
+
+    Args:
+        drafter ([`DFlashDraftModel`]): The drafter.
+        model ([`PreTrainedModel`]): The target.
+        input_ids (`torch.LongTensor`): Prompts, padded on the left, shape (rows, tokens).
+        logits_processor ([`LogitsProcessorList`]), stopping_criteria ([`StoppingCriteriaList`]), generation_config
+            ([`GenerationConfig`]), synced_gpus (`bool`), streamer ([`BaseStreamer`], *optional*): As `generate`
+            prepares them for its decoding methods. `num_assistant_tokens` fixes the number of proposals to verify;
+            without it, it follows from measured times and acceptance.
+        token_streamer ([`BaseStreamer`], *optional*): A streamer under a name that `generate(custom_generate=...)`
+            passes on: it keeps `streamer` to itself.
+        sample_drafts (`bool`): Draw proposals from the drafter's distribution and keep them by the rule of
+            speculative sampling, instead of proposing its most likely tokens.
+        tree_builder (`Callable`, *optional*): Makes a tree of proposals from the draft logits; default: a chain of the
+            most likely tokens.
+        model_kwargs: The target's other inputs, and its cache.
+    Raises:
+        ValueError: If drafter and target do not fit, or the call has something that drafting cannot keep exact; the
+            text says what. Nothing has been generated then.
+    """
+    num_rows = input_ids.shape[0]
+    reason = None
+    if synced_gpus:
+        reason = "Its ranks must run the same number of forwards (`synced_gpus`)"
+    elif num_rows > 1 and counts_its_calls(logits_processor):
+        reason = "Guidance and SynthID watermarks of several rows need one call per token"
+    elif num_rows > 1 and generation_config.output_attentions:
+        reason = "Attention weights of several rows were asked for"
+    if reason is not None:
+        logger.warning_once(f"{reason}, so this call is decoded without its drafter.")
+        return model._sample(
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
+        )
+    if num_rows > 1 and (streamer or token_streamer) is not None:
+        raise ValueError(f"A streamer takes one row, but the batch has {num_rows}. Stream one prompt at a time.")
+    if token_streamer is not None:
+        token_streamer.put(input_ids.cpu())
+    call = DecodeCall(
+        drafter,
+        model,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        streamer or token_streamer,
+        model_kwargs,
+        sample_drafts=sample_drafts and bool(generation_config.do_sample),
+        tree_builder=tree_builder,
+    )
+    with call.verifier.taps:
+        return call.run()
+
+
+class DecodeCall:
+    """One decoding call. "Row" is a row of the given batch; rows that have ended leave `rows` where they can."""
+
+    def __init__(
+        self,
+        drafter: PreTrainedModel,
+        target: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        streamer: BaseStreamer | None,
+        model_kwargs: dict[str, Any],
+        *,
+        sample_drafts: bool,
+        tree_builder: TreeBuilder | None,
+    ):
+        if config.num_beams is not None and config.num_beams > 1:
+            raise ValueError(
+                f"`num_beams` is {config.num_beams}, but a drafter works with greedy search and sampling."
+            )
+        self.drafter, self.target = drafter, target
+        self.processors, self.config, self.streamer = processors, config, streamer
+        self.sample_drafts, self.tree_builder = sample_drafts, tree_builder
+        num_rows, num_prompt = input_ids.shape
+        block_size = drafter.config.block_size
+        self.rows = list(range(num_rows))
+        self.text = CommittedText(input_ids, criteria, config.max_length, num_scratch=block_size)
+        self.verifier = Verifier(
+            target,
+            drafter.config.target_layer_ids,
+            config,
+            model_kwargs,
+            num_rows=num_rows,
+            num_prompt=num_prompt,
+            max_length=self.text.max_length,
+        )
+        self.block_drafter = BlockDrafter(drafter, target, self.verifier.num_unseen)
+        num_fixed = fixed_proposals(config, block_size)
+        if num_fixed is None and (sample_drafts or tree_builder is not None):
+            # Drawn proposals take part in the draw, so a length that follows the clock would make seeds useless.
+            num_fixed = block_size - 1
+        self.verify_length = VerifyLength(block_size - 1, num_fixed)
+        self.recorder = OutputRecorder(config, num_rows)
+        self.keeps_cache = self.verifier.is_cache_given or self.recorder.is_dict
+        self.is_prefix_free = is_prefix_free(processors)
+        self.draft_processors = draft_processors(processors, keep_argmax=not sample_drafts)
+        self.noise: StepNoise | None = None
+        self.accepted_lengths: list[list[int]] = [[] for _ in self.rows]
+        self.num_faults = self.num_rounds_to_skip = self.num_draft_rounds = 0
+        self.has_accepted = False
+
+    def run(self) -> DFlashGenerateOutput | torch.LongTensor:
+        self._read_prompt()
+        while self.rows:
+            start = time.perf_counter()
+            num_rows = len(self.rows)
+            tree, draft_scores = self._propose()
+            outputs = self.verifier.verify(tree)
+            paths = self._accept(tree, outputs.logits, draft_scores)
+            self._settle(tree, outputs, paths)
+            del outputs
+            if len(self.rows) == num_rows:
+                num_accepted = [len(path) - 1 for path in paths if path]
+                self.verify_length.record(tree.num_nodes - 1, num_accepted, time.perf_counter() - start)
+            elif self.rows:
+                self.verify_length.rows_have_left()
+        return self._result()
+
+    def _read_prompt(self) -> None:
+        outputs = self.verifier.read_prompt(self.text.up_to(self.text.num_prompt))
+        try:
+            self.block_drafter.add_features(*self.verifier.prompt_features())
+        except RuntimeError as error:
+            self._turn_drafter_off(error)
+        self.recorder.add_prefill(outputs)
+        if self.config.do_sample:
+            self.noise = StepNoise(len(self.rows), outputs.logits.shape[-1], self.text.device)
+        # The last prompt token is the root of a tree without proposals.
+        root = TokenTree.chain(self.text.ids.new_zeros(len(self.rows), 1))
+        self._stream(self._accept(root, outputs.logits[:, -1:], None))
+        self._drop_ended_rows()
+
+    # Proposing
+
+    def _propose(self) -> tuple[TokenTree, torch.Tensor | None]:
+        """What to verify, and the scores that proposals were drawn from, if they were drawn."""
+        anchors = self.text.last_tokens(self.rows)
+        num_proposals = self._num_proposals()
+        if num_proposals < 1:
+            return TokenTree.chain(anchors), None
+        try:
+            if self.tree_builder is not None:
+                logits = self.block_drafter.logits(anchors, self.drafter.config.block_size - 1)
+                tree, scores = self._allowed_tree(self.tree_builder(logits, anchors), num_proposals), None
+            else:
+                logits = self.block_drafter.logits(anchors, num_proposals)
+                proposals, scores = self._choose_proposals(logits)
+                tree = TokenTree.chain(torch.cat([anchors, proposals], dim=1))
+        except Exception as error:  # whatever fails in the drafter, the target can go on
+            self.num_faults += 1
+            self.num_rounds_to_skip = _ROUNDS_AFTER_FAULT
+            if self.num_faults == 1:
+                logger.warning(f"The drafter failed; this answer goes on without it for a while: {error!r}")
+            return TokenTree.chain(anchors), None
+        self.num_draft_rounds += 1
+        return tree, scores
+
+    def _num_proposals(self) -> int:
+        if self.num_faults >= _MAX_FAULTS:
+            return 0
+        if self.num_rounds_to_skip > 0:
+            self.num_rounds_to_skip -= 1
+            return 0
+        room = max(self.text.max_length - self.text.length(row) - 1 for row in self.rows)
+        num_free_columns = self.verifier.cache.num_free_columns
+        if num_free_columns is not None:
+            room = min(room, num_free_columns - 1)
+        return min(room, self.verify_length.pick()) if room > 0 else 0
+
+    def _choose_proposals(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Proposals of shape (rows, slots), and the scores that they were drawn from, if they were drawn."""
+        if not self.sample_drafts and not self.draft_processors:
+            return logits.max(dim=-1).indices, None  # argmax() is four times slower on a CPU in bfloat16
+        logits = logits.float()
+        proposals, all_scores = [], []
+        for slot in range(logits.shape[1]):
+            # Each slot may depend on those before it, so they are written behind the text for a while.
+            lengths = {i: self.text.length(row) + slot for i, row in enumerate(self.rows)}
+            processed = self._process(self.draft_processors, lengths, dict(enumerate(logits[:, slot])))
+            scores = torch.stack(list(processed.values()))
+            tokens = scores.softmax(-1).multinomial(1)[:, 0] if self.sample_drafts else scores.argmax(-1)
+            self.text.ids[self.rows, list(lengths.values())] = tokens
+            proposals.append(tokens)
+            all_scores.append(scores)
+        return torch.stack(proposals, dim=1), torch.stack(all_scores, dim=1) if self.sample_drafts else None
+
+    def _allowed_tree(self, tree: TokenTree, num_proposals: int) -> TokenTree:
+        if not tree.is_chain and self.verifier.takes_trees:
+            return tree
+        if not tree.is_chain:
+            logger.warning_once(
+                f"{type(self.target).__name__} with this cache and attention cannot take the mask of a tree: each "
+                "tree is cut to its longest path."
+            )
+        # A static cache has no columns behind the longest text.
+        return TokenTree.chain(tree.longest_chain().tokens[:, : num_proposals + 1])
+
+    # Accepting
+
+    def _accept(self, tree: TokenTree, logits: torch.Tensor, draft_scores: torch.Tensor | None) -> list[list[int]]:
+        """Commits each row's new tokens and returns the nodes that they follow.
+
+        Tokens are committed one by one, with processors and stopping criteria called as in plain decoding.
+        """
+        logits = logits.to(self.text.device, torch.float32)
+        scores: Any = None
+        choices: Any = None
+        if self.is_prefix_free:
+            scores, choices = self._choose_at_once(tree, logits, draft_scores)
+        paths: list[list[int]] = [[] if self.text.is_over(row) else [0] for row in self.rows]
+        frontier = {i: 0 for i, path in enumerate(paths) if path}
+        while frontier:
+            if choices is None:
+                lengths = {i: self.text.length(self.rows[i]) for i in frontier}
+                node_logits = {i: logits[i, node] for i, node in frontier.items()}
+                step_scores = self._process(self.processors, lengths, node_logits)
+                tokens = {
+                    i: self._choose_one(i, step_scores[i], tree, node, draft_scores) for i, node in frontier.items()
+                }
+            else:
+                step_scores = {i: scores[i, node] for i, node in frontier.items()}
+                tokens = {i: choices[i][node] for i, node in frontier.items()}
+            deeper = {}
+            for i, node in frontier.items():
+                row = self.rows[i]
+                self.recorder.add_step(row, step_scores[i], logits[i, node])
+                self.text.commit(row, tokens[i], self.recorder.scores_so_far(row))
+                child = tree.child(i, node, tokens[i])
+                if child is not None and not self.text.is_over(row):
+                    paths[i].append(child)
+                    deeper[i] = child
+            frontier = deeper
+        return paths
+
+    def _choose_at_once(
+        self, tree: TokenTree, logits: torch.Tensor, draft_scores: torch.Tensor | None
+    ) -> tuple[torch.Tensor, list[list[int]]]:
+        """Scores and choices of all nodes, for processors that look at nothing but the scores."""
+        rows, nodes, vocab_size = logits.shape
+        scores = logits
+        if self.processors:
+            no_text = self.text.ids.new_zeros(rows * nodes, 1)
+            scores = self.processors(no_text, logits.flatten(0, 1).clone()).view(rows, nodes, vocab_size)
+        if draft_scores is not None:
+            return scores, choose_after_drafts(scores, draft_scores, tree.tokens[:, 1:]).tolist()
+        noise = None
+        if self.config.do_sample:
+            noise = torch.ones_like(scores)
+            for i, row in enumerate(self.rows):
+                if not self.text.is_over(row):
+                    noise[i] = torch.stack([self._noise(row, depth) for depth in tree.depths[i].tolist()])
+        return scores, choose_tokens(scores, noise).tolist()
+
+    def _choose_one(
+        self, i: int, scores: torch.Tensor, tree: TokenTree, node: int, draft_scores: torch.Tensor | None
+    ) -> int:
+        if draft_scores is not None:
+            next_slot = slice(node, node + 1)  # empty after the last proposal
+            proposal = tree.tokens[i : i + 1, 1:][:, next_slot]
+            pair = scores.expand(1, 1 + proposal.shape[1], -1)
+            return int(choose_after_drafts(pair, draft_scores[i : i + 1, next_slot], proposal)[0, 0])
+        return int(choose_tokens(scores, self._noise(self.rows[i], 0) if self.config.do_sample else None))
+
+    def _process(
+        self, processors: LogitsProcessorList, lengths: dict[int, int], logits: dict[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Processed scores of one node of each row after `lengths` tokens, by calls like those of plain decoding."""
+        found: dict[int, torch.Tensor] = {}
+        for length, members in group_by_length(lengths).items():
+            # Processors may know rows by their place in the batch, so each call has the whole batch.
+            text = self.text.up_to(length)
+            scores = logits[members[0]].new_zeros(text.shape[0], logits[members[0]].shape[0])
+            for i in members:
+                scores[self.rows[i]] = logits[i]
+            scores = processors(text, scores)
+            found |= {i: scores[self.rows[i]] for i in members}
+        return {i: found[i] for i in lengths}
+
+    def _noise(self, row: int, depth: int) -> torch.Tensor:
+        assert self.noise is not None
+        return self.noise.get(row, len(self.text.new_tokens[row]) + depth)
+
+    # After a round
+
+    def _settle(self, tree: TokenTree, outputs: Any, paths: list[list[int]]) -> None:
+        try:
+            self.block_drafter.add_features(self.verifier.block_features(paths), [len(path) for path in paths])
+        except RuntimeError as error:
+            self._turn_drafter_off(error)
+        self.recorder.add_block(outputs, tree.num_nodes, paths, self.rows, self.verifier.cache.cache)
+        for row, path in zip(self.rows, paths, strict=True):
+            if path:
+                self.accepted_lengths[row].append(len(path))
+        self.has_accepted |= any(len(path) > 1 for path in paths)
+        self._sound_alarm()
+        self._stream(paths)
+        if self.keeps_cache or not all(self.text.is_over(row) for row in self.rows):
+            self.verifier.keep_nodes(tree, paths)
+        self._drop_ended_rows()
+
+    def _drop_ended_rows(self) -> None:
+        staying = [i for i, row in enumerate(self.rows) if not self.text.is_over(row)]
+        cache = self.verifier.cache
+        if not staying:
+            self.rows = []
+        elif len(staying) < len(self.rows) and cache.is_static:
+            cache.forget_rows([i for i in range(len(self.rows)) if i not in staying])
+        elif len(staying) < len(self.rows) and not self.keeps_cache:
+            self.verifier.select_rows(staying)
+            self.block_drafter.select_rows(staying)
+            self.rows = [self.rows[i] for i in staying]
+        if self.noise is not None:
+            unfinished = [row for row in self.rows if not self.text.is_over(row)]
+            self.noise.forget_before({row: len(self.text.new_tokens[row]) for row in unfinished})
+
+    def _stream(self, paths: list[list[int]]) -> None:
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor([self.text.new_tokens[0][-len(paths[0]) :]]))
+
+    def _turn_drafter_off(self, error: RuntimeError) -> None:
+        if self.num_faults < _MAX_FAULTS:
+            self.num_faults = _MAX_FAULTS
+            logger.warning(f"The drafter is off in this call: {error}")
+
+    def _sound_alarm(self) -> None:
+        if self.num_draft_rounds == _ROUNDS_BEFORE_ALARM and not self.has_accepted:
+            self.num_draft_rounds += 1  # once a call
+            logger.warning(
+                f"No proposal was accepted in {_ROUNDS_BEFORE_ALARM} rounds. The output is right, but slow: check "
+                "that the drafter belongs to this target, its dtype (float16 can overflow), and the chat template "
+                "that it was trained with."
+            )
+
+    def _result(self) -> DFlashGenerateOutput | torch.LongTensor:
+        if self.streamer is not None:
+            self.streamer.end()
+        if self.noise is not None:
+            self.noise.rewind(self.text.num_steps)
+        pad_token = getattr(self.config, "_pad_token_tensor", None)
+        pad_id = 0 if pad_token is None else int(pad_token)
+        cache = None
+        if self.keeps_cache:
+            self.verifier.cache.stop_recording()
+            is_whole = len(set(self.text.num_new)) == 1 and not self.verifier.cache.has_forgotten_rows
+            cache = self.verifier.cache.cache if is_whole else None
+        return self.recorder.result(
+            self.text.sequences(pad_id), self.text.num_new, pad_id, cache, self.accepted_lengths
+        )

@@ -1,0 +1,128 @@
+"""A proposal is a tree of tokens under the anchor; a chain is the tree with one path."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass
+class TokenTree:
+    """Tokens that one target forward verifies, for each row of a batch.
+
+    Args:
+        tokens (`torch.LongTensor`): Shape (rows, nodes). Node 0 is the anchor.
+        parents (`list[list[int]]`): For each row the parent of each node: -1 for node 0, an earlier node for others.
+            A row with fewer proposals repeats one of them: a twin changes nothing.
+    Raises:
+        ValueError: If a row's parents do not make a tree of this size.
+    """
+
+    tokens: torch.LongTensor
+    parents: list[list[int]]
+
+    def __post_init__(self):
+        rows, nodes = self.tokens.shape
+        if len(self.parents) != rows or any(len(parents) != nodes for parents in self.parents):
+            raise ValueError(
+                f"`tokens` has {rows} rows of {nodes} nodes, so `parents` needs as many entries; "
+                f"got {[len(parents) for parents in self.parents]}."
+            )
+        for parents in self.parents:
+            if parents[0] != -1 or any(not 0 <= parent < node for node, parent in enumerate(parents) if node):
+                raise ValueError(f"Parents are -1 for the anchor and an earlier node for every other; got {parents}.")
+
+    @classmethod
+    def chain(cls, tokens: torch.LongTensor) -> "TokenTree":
+        """The tree whose nodes follow each other; `tokens` has shape (rows, anchor + proposals)."""
+        return cls(tokens, [list(range(-1, tokens.shape[1] - 1))] * tokens.shape[0])
+
+    @property
+    def num_nodes(self) -> int:
+        return self.tokens.shape[1]
+
+    @cached_property
+    def is_chain(self) -> bool:
+        chain = list(range(-1, self.num_nodes - 1))
+        return all(parents == chain for parents in self.parents)
+
+    @cached_property
+    def depths(self) -> torch.LongTensor:
+        """Distance of each node from the anchor, shape (rows, nodes)."""
+        depths = []
+        for parents in self.parents:
+            row = [0]
+            for parent in parents[1:]:
+                row.append(row[parent] + 1)
+            depths.append(row)
+        return torch.tensor(depths, device=self.tokens.device)
+
+    @cached_property
+    def ancestors(self) -> torch.BoolTensor:
+        """Whether a node's path from the anchor, itself included, holds another node; shape (rows, nodes, nodes)."""
+        visible = torch.zeros(len(self.parents), self.num_nodes, self.num_nodes, dtype=torch.bool)
+        for row, parents in enumerate(self.parents):
+            for node, parent in enumerate(parents):
+                if node:
+                    visible[row, node] = visible[row, parent]
+                visible[row, node, node] = True
+        return visible.to(self.tokens.device)
+
+    @cached_property
+    def _children(self) -> list[dict[tuple[int, int], int]]:
+        children: list[dict[tuple[int, int], int]] = []
+        for tokens, parents in zip(self.tokens.tolist(), self.parents, strict=True):
+            row: dict[tuple[int, int], int] = {}
+            for node in range(1, self.num_nodes):
+                row.setdefault((parents[node], tokens[node]), node)
+            children.append(row)
+        return children
+
+    def child(self, row: int, node: int, token: int) -> int | None:
+        """The node that proposes `token` after `node`, if there is one."""
+        return self._children[row].get((node, token))
+
+    def longest_chain(self) -> "TokenTree":
+        """Each row's deepest path, the first of them if several are; cut to the shortest row's."""
+        depths = self.depths.tolist()
+        paths = []
+        for row, parents in enumerate(self.parents):
+            node, path = depths[row].index(max(depths[row])), []
+            while node != -1:
+                path.append(node)
+                node = parents[node]
+            paths.append(path[::-1])
+        nodes = min(map(len, paths))
+        index = torch.tensor([path[:nodes] for path in paths], device=self.tokens.device)
+        return TokenTree.chain(self.tokens.gather(1, index))
+
+
+def tree_attention_mask(
+    tree: TokenTree,
+    padding_mask: torch.Tensor | None,
+    num_cached: int,
+    num_keys: int,
+    sliding_window: int | None = None,
+) -> torch.BoolTensor:
+    """Which keys each node of a tree sees: the text before the anchor, and its own path.
+
+    Args:
+        padding_mask (`torch.Tensor`, *optional*): Shape (rows, num_cached): 0 marks cached columns without a token.
+        num_cached (`int`): Columns of text before the anchor.
+        num_keys (`int`): The newest columns that the layer's cache returns, those of the tree last.
+        sliding_window (`int`, *optional*): A key is visible if it lies less than this many tokens back.
+    Returns:
+        `torch.BoolTensor` of shape (rows, 1, nodes, num_keys).
+    """
+    rows, nodes = tree.tokens.shape
+    device = tree.tokens.device
+    text = torch.ones(rows, num_cached, dtype=torch.bool, device=device)
+    if padding_mask is not None:
+        text &= padding_mask.bool()
+    visible = torch.cat([text[:, None].expand(rows, nodes, num_cached), tree.ancestors], dim=-1)
+    if sliding_window is not None:
+        columns = torch.arange(num_cached, device=device).expand(rows, -1)
+        key_positions = torch.cat([columns, num_cached + tree.depths], dim=-1)
+        query_positions = num_cached + tree.depths
+        visible = visible & (query_positions[:, :, None] - key_positions[:, None] < sliding_window)
+    return visible[:, None, :, visible.shape[-1] - num_keys :]
