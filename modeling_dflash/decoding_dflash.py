@@ -309,7 +309,7 @@ class DecodeCall:
             noise = torch.ones_like(scores)
             for i, row in enumerate(self.rows):
                 if not self.text.is_over(row):
-                    noise[i] = torch.stack([self._noise(row, depth) for depth in tree.depths[i].tolist()])
+                    noise[i] = torch.stack([self._noise(row, depth) for depth in tree.depth_lists[i]])
         return scores, choose_tokens(scores, noise).tolist()
 
     def _choose_one(

@@ -47,15 +47,20 @@ class TokenTree:
         return all(parents == chain for parents in self.parents)
 
     @cached_property
-    def depths(self) -> torch.LongTensor:
-        """Distance of each node from the anchor, shape (rows, nodes)."""
+    def depth_lists(self) -> list[list[int]]:
+        """Distance of each node from the anchor, for each row."""
         depths = []
         for parents in self.parents:
             row = [0]
             for parent in parents[1:]:
                 row.append(row[parent] + 1)
             depths.append(row)
-        return torch.tensor(depths, device=self.tokens.device)
+        return depths
+
+    @cached_property
+    def depths(self) -> torch.LongTensor:
+        """`depth_lists` as a tensor of shape (rows, nodes)."""
+        return torch.tensor(self.depth_lists, device=self.tokens.device)
 
     @cached_property
     def ancestors(self) -> torch.BoolTensor:
@@ -84,7 +89,7 @@ class TokenTree:
 
     def longest_chain(self) -> "TokenTree":
         """Each row's deepest path, the first of them if several are; cut to the shortest row's."""
-        depths = self.depths.tolist()
+        depths = self.depth_lists
         paths = []
         for row, parents in enumerate(self.parents):
             node, path = depths[row].index(max(depths[row])), []

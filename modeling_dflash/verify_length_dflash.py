@@ -8,8 +8,9 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-_ROUNDS_BEFORE_SWITCHING_OFF = 5
-_ROUNDS_OF_A_NEW_TRY = 2
+# Drafted rounds, each row of a batch counted, before a verdict: at first, and after a pause.
+_TRIES_BEFORE_SWITCHING_OFF = 5
+_TRIES_AFTER_A_PAUSE = 2
 _FIRST_PAUSE = 8
 _MAX_PAUSE = 256
 # The first slot's acceptance starts as this many of ... tries; each later slot starts from the one before it, which
@@ -25,7 +26,7 @@ _OUTLIER = 2.0
 # Above this many tokens a round, plain decoding cannot win and is not timed.
 _CLEARLY_WORTH = 2.5
 # Plain rounds are timed when so many rounds have been drafted.
-_PLAIN_ROUNDS_AT = (1, 4, 10)
+_PLAIN_ROUNDS_AT = (1, 6)
 
 
 class VerifyLength:
@@ -52,7 +53,7 @@ class VerifyLength:
         self._is_rescaling = False
         self._pause = _FIRST_PAUSE
         self._num_paused_rounds_left = 0
-        self._num_certain_rounds_left = _ROUNDS_BEFORE_SWITCHING_OFF
+        self._num_tries_left = _TRIES_BEFORE_SWITCHING_OFF
         self._has_reported = False
 
     def pick(self) -> int:
@@ -70,7 +71,7 @@ class VerifyLength:
             if len(self._seconds[0]) < sum(self._num_drafted >= rounds for rounds in _PLAIN_ROUNDS_AT):
                 return 0
             is_slower = self._base > rates[best] * self._plain_seconds()
-            if self._num_certain_rounds_left <= 0 and is_slower:
+            if self._num_tries_left <= 0 and is_slower:
                 self._switch_off(tokens[best], self._base / self._plain_seconds() * (1 + self._slope * best))
                 return 0
         timed = [length for length, times in self._seconds.items() if length and times]
@@ -92,7 +93,7 @@ class VerifyLength:
                     self._try_again()
             return
         self._num_drafted += 1
-        self._num_certain_rounds_left -= 1
+        self._num_tries_left -= len(num_accepted)
         for slot in range(num_proposals):
             self._accepted[slot] *= _FADE
             self._tries[slot] *= _FADE
@@ -164,7 +165,7 @@ class VerifyLength:
         self._pause = min(2 * self._pause, _MAX_PAUSE)
 
     def _try_again(self) -> None:
-        self._num_certain_rounds_left = _ROUNDS_OF_A_NEW_TRY
+        self._num_tries_left = _TRIES_AFTER_A_PAUSE
         # The text may have changed, so what was seen before counts half.
         self._accepted = [0.5 * accepted for accepted in self._accepted]
         self._tries = [0.5 * tries for tries in self._tries]
