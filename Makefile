@@ -3,13 +3,15 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 RUNS ?= runs
+OLDEST = 5.15.0
+RELEASES ?= $(OLDEST) 5.17.0 5.20.0 5.22.0
 REGENERATE = $(BIN)/dflash-regenerate --prompts $(RUNS)/prompts.jsonl --max_prompts 1536 --num_shards 2
 # One thread a process: two on busy cores can be a hundred times slower.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test test-oldest demo-train eval lint clean
+.PHONY: setup demo test test-oldest test-matrix demo-train eval lint clean
 
 setup: $(VENV)/installed
 
@@ -30,12 +32,20 @@ demo: setup
 	$(BIN)/dflash-generate --demo true --max_new_tokens 80
 
 test: setup
-	DFLASH_OLD_TRANSFORMERS=$(abspath $(wildcard $(VENV)/oldest)) $(BIN)/python -m pytest
+	DFLASH_OLD_TRANSFORMERS=$(abspath $(wildcard $(VENV)/transformers-$(OLDEST))) $(BIN)/python -m pytest
 
-# The oldest supported Transformers, beside the environment's own.
-test-oldest: setup
-	test -d $(VENV)/oldest || $(BIN)/pip install --quiet --target $(VENV)/oldest "transformers==5.15.0"
-	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest
+# Another supported Transformers, beside the environment's own: `make test-with-5.20.0`.
+test-with-%: setup
+	test -d $(VENV)/transformers-$* || $(BIN)/pip install --quiet --target $(VENV)/transformers-$* "transformers==$*"
+	PYTHONPATH=$(VENV)/transformers-$* $(BIN)/python -m pytest $(TESTS)
+
+test-oldest: test-with-$(OLDEST)
+
+# The decode loop on releases whose caches differ; the newest is the environment's own.
+test-matrix:
+	for release in $(RELEASES); do \
+	  $(MAKE) test-with-$$release TESTS="tests/test_generation*.py tests/test_decoding*.py tests/test_target*.py" || exit 1; \
+	done
 
 # From prompts to a drafter in at most 40 minutes on 2 cores; a rerun goes on where it was stopped.
 demo-train: setup

@@ -268,9 +268,13 @@ def create_drafter_config(
         mask_token_id (`int`): A row of the target's embedding that no text uses (a reserved or padding row).
         overrides: Any field of [`DFlashConfig`], `rope_theta` and `target_layer_ids` among them.
     Raises:
-        ValueError: If the mask id is a special token of the target, or the target's config lacks a value that is
-            needed; the message names the override to pass.
+        ValueError: If the target is an encoder-decoder, the mask id is a special token of it, or its config lacks a
+            value that is needed; the message names the override to pass.
     """
+    if target_config.is_encoder_decoder:
+        raise ValueError(
+            f"A {target_config.model_type!r} target is an encoder-decoder; DFlash needs a decoder-only one."
+        )
     text_config = target_config.get_text_config(decoder=True)
     _check_mask_token(mask_token_id, text_config, target_config)
     num_target_layers = text_config.num_hidden_layers

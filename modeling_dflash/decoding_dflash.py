@@ -184,7 +184,7 @@ class DecodeCall:
         except RuntimeError as error:
             self._turn_drafter_off(error)
         self.recorder.add_prefill(outputs)
-        if self.config.do_sample:
+        if self.config.do_sample and not self.sample_drafts:
             self.noise = StepNoise(len(self.rows), outputs.logits.shape[-1], self.text.device)
         # The last prompt token is the root of a tree without proposals.
         root = TokenTree.chain(self.text.ids.new_zeros(len(self.rows), 1))
@@ -264,6 +264,8 @@ class DecodeCall:
         Tokens are committed one by one, with processors and stopping criteria called as in plain decoding.
         """
         logits = logits.to(self.text.device, torch.float32)
+        if self.sample_drafts and draft_scores is None:
+            draft_scores = logits[:, :0]
         scores: Any = None
         choices: Any = None
         if self.is_prefix_free:
@@ -305,7 +307,7 @@ class DecodeCall:
         if draft_scores is not None:
             return scores, choose_after_drafts(scores, draft_scores, tree.tokens[:, 1:]).tolist()
         noise = None
-        if self.config.do_sample:
+        if self.noise is not None:
             noise = torch.ones_like(scores)
             for i, row in enumerate(self.rows):
                 if not self.text.is_over(row):
@@ -320,7 +322,7 @@ class DecodeCall:
             proposal = tree.tokens[i : i + 1, 1:][:, next_slot]
             pair = scores.expand(1, 1 + proposal.shape[1], -1)
             return int(choose_after_drafts(pair, draft_scores[i : i + 1, next_slot], proposal)[0, 0])
-        return int(choose_tokens(scores, self._noise(self.rows[i], 0) if self.config.do_sample else None))
+        return int(choose_tokens(scores, None if self.noise is None else self._noise(self.rows[i], 0)))
 
     def _process(
         self, processors: LogitsProcessorList, lengths: dict[int, int], logits: dict[int, torch.Tensor]

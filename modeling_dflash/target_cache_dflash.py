@@ -147,7 +147,7 @@ class TargetCache:
 
     def select_rows(self, rows: list[int]) -> None:
         """Keeps these rows of the batch."""
-        index = torch.tensor(rows, device=self._device())
+        index = torch.tensor(rows)  # on the CPU: layers may be on several devices
         self.cache.batch_select_indices(index)
         if self.padding_mask is not None:
             self.padding_mask = self.padding_mask[index]

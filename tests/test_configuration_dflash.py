@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen3Config,
+    T5Config,
 )
 
 from dflash_hf import DFlashConfig, DFlashDraftModel, build_target_layer_ids, create_drafter_config
@@ -674,3 +675,8 @@ def test_target_config_is_left_as_it_was():
     before = copy.deepcopy(target.to_dict())
     create_drafter_config(target, mask_token_id=97, target_layer_ids=[0, 4])
     assert target.to_dict() == before
+
+
+def test_encoder_decoder_target_gets_no_config():
+    with pytest.raises(ValueError, match="'t5' target is an encoder-decoder"):
+        create_drafter_config(T5Config(), mask_token_id=5)
