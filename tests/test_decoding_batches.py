@@ -8,6 +8,7 @@ from generation_material import BLOCK, make_config, make_target
 from oracle_drafters import OracleDrafter, RecordingDrafter, expected_lengths, right_for
 
 from dflash_hf.context_dflash import BlockDrafter
+from dflash_hf.verification_dflash import _MARKS_GIVEN_CACHES
 
 NEW = 72
 ROWS = 16
@@ -16,6 +17,11 @@ KINDS = ("llama", "gemma3", "gpt2")
 PATTERNS = [right_for(*[0] * 7, 1)] + [
     right_for(*[(3 * row + step * step) % (2 + row % 7) for step in range(5 + row % 3)]) for row in range(1, ROWS)
 ]
+
+rows_may_leave = pytest.mark.skipif(
+    not _MARKS_GIVEN_CACHES,
+    reason="this Transformers does not tell a given cache from its own, so all rows stay in it",
+)
 
 
 def make_prompts():
@@ -84,6 +90,7 @@ def count_rows(target, seen):
     return target.register_forward_pre_hook(keep, with_kwargs=True)
 
 
+@rows_may_leave
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_are_done_leave_the_batch(kind):
     target, _ = material(kind)
@@ -97,6 +104,7 @@ def test_rows_that_are_done_leave_the_batch(kind):
     assert expected[-1] < 3
 
 
+@rows_may_leave
 def test_rows_that_meet_the_end_token_leave_the_batch():
     target, texts = material("llama")
     rows = [1, 4, 7, 9]
@@ -159,6 +167,7 @@ def test_only_tapped_layers_of_accepted_tokens_are_held_for_the_drafter(kind, mo
     assert set(held.num_extra_bytes) == {0}
 
 
+@rows_may_leave
 def test_rows_hold_their_own_accepted_tokens_and_no_rejected_ones(monkeypatch):
     held = HeldFeatures(monkeypatch)
     rows = [2, 5, 8, 13]
