@@ -110,6 +110,8 @@ class BlockDrafter:
             num_slots (`int`): 1 to `block_size - 1`.
         Returns:
             `torch.Tensor` of shape (rows, num_slots, vocab_size) on the anchors' device.
+        Raises:
+            RuntimeError: If there are no features, or a float16 drafter overflows.
         """
         drafter, config = self.drafter, self.drafter.config
         features, num_new = self._merge_pending()
@@ -124,6 +126,8 @@ class BlockDrafter:
             attention_mask=self._attention_mask(num_new, width),
             cache=self._cache,
         ).last_hidden_state
+        if drafter.dtype == torch.float16 and not hidden_states.isfinite().all():
+            raise RuntimeError("The drafter overflows in float16. Load it in bfloat16 or float32.")
         self._cache.keep_context()
         self._pending.clear()
         return draft_logits(self.target, hidden_states[:, 1 : num_slots + 1], config).to(anchors.device)

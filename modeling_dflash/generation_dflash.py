@@ -58,7 +58,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
     ):
         if batch_size != 1:
             raise ValueError(
-                f"DFlash drafting takes one prompt at a time, got a batch of {batch_size}. Call generate() per prompt."
+                f"A candidate generator takes one prompt at a time, got a batch of {batch_size}. Batches work with "
+                "`generate(assistant_model=drafter)`."
             )
         self.max_length = generation_config.max_length
         whole_block = drafter.config.block_size - 1

@@ -200,6 +200,20 @@ def test_recurrent_target_gives_its_text(pattern):
     assert drafter.accepted_lengths == expected_lengths(pattern, 20, BLOCK)
 
 
+def test_padding_of_a_single_prompt_stays_out_of_the_recurrent_state():
+    target = make_target("qwen3_next")
+    padding = torch.ones(1, 4, dtype=torch.long)
+    inputs = {
+        "input_ids": torch.cat([padding, PROMPT], dim=1),
+        "attention_mask": torch.cat([0 * padding, torch.ones_like(PROMPT)], dim=1),
+        "max_new_tokens": 20,
+    }
+    expected = generate(target, **inputs)
+    drafter = make_oracle(target, MIXED, max_new_tokens=20)
+    assert generate(target, **inputs, assistant_model=drafter).tolist() == expected.tolist()
+    assert drafter.accepted_lengths == expected_lengths(MIXED, 20, BLOCK)
+
+
 def test_batch_of_a_recurrent_target_is_refused():
     target = make_target("qwen3_next")
     with pytest.raises(ValueError, match="'qwen3_next'.* one prompt at a time with a drafter, got 3 rows"):

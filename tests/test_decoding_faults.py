@@ -151,6 +151,15 @@ def test_target_whose_layers_are_not_seen_is_decoded_without_the_drafter(llama, 
     assert warnings_of(caplog) == ["The drafter is off in this call: no forward was seen"]
 
 
+def test_float16_drafter_that_overflows_says_so(llama, caplog):
+    drafter = make_drafter(llama).half()
+    with torch.no_grad():
+        drafter.fc.weight *= 1e5
+    assert generate(llama, assistant_model=drafter).tolist() == generate(llama).tolist()
+    assert "overflows in float16. Load it in bfloat16 or float32" in caplog.text
+    assert len(warnings_of(caplog)) == 1
+
+
 @pytest.mark.parametrize(
     ("num_draft_rounds", "pattern", "is_reported"),
     [(16, never_right, True), (15, never_right, False), (24, right_for(*[0] * 9, 1), False)],
