@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -21,9 +20,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from .configuration_dflash import DFlashConfig
 from .custom_generate_dflash import generate as custom_generate
-from .decoding_dflash import TreeBuilder, decode
+from .decoding_dflash import decode as decode_with_drafter
 from .generation_dflash import DFlashCandidateGenerator, install_dispatch, spec_generate
-from .outputs_dflash import DFlashGenerateOutput
 
 
 class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -254,36 +252,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             "`target.generate(**inputs, assistant_model=drafter)`."
         )
 
-    def decode(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.LongTensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        synced_gpus: bool = False,
-        streamer: BaseStreamer | None = None,
-        *,
-        token_streamer: BaseStreamer | None = None,
-        sample_drafts: bool = False,
-        tree_builder: TreeBuilder | None = None,
-        **model_kwargs,
-    ) -> DFlashGenerateOutput | torch.LongTensor:
-        """Decodes `model`'s text; see [`decode`]. Made for `model.generate(custom_generate=drafter.decode)`."""
-        return decode(
-            self,
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            synced_gpus,
-            streamer,
-            token_streamer=token_streamer,
-            sample_drafts=sample_drafts,
-            tree_builder=tree_builder,
-            **model_kwargs,
-        )
+    decode = decode_with_drafter
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Saves as [`PreTrainedModel.save_pretrained`] does, with a `custom_generate/generate.py`."""
