@@ -165,7 +165,8 @@ class VerifyLength:
         self._pause = min(2 * self._pause, _MAX_PAUSE)
 
     def _try_again(self) -> None:
-        self._num_tries_left = _TRIES_AFTER_A_PAUSE
+        # One more try is enough for a drafter that was never right.
+        self._num_tries_left = _TRIES_AFTER_A_PAUSE if any(self._accepted) else 1
         # The text may have changed, so what was seen before counts half.
         self._accepted = [0.5 * accepted for accepted in self._accepted]
         self._tries = [0.5 * tries for tries in self._tries]

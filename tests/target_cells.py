@@ -91,7 +91,11 @@ class Case:
 
 def make_drafter_config(family: Family, target: Any) -> Any:
     fields = {"num_hidden_layers": 1, "target_layer_ids": [0, 2], "block_size": BLOCK, "mask_token_id": MASK_TOKEN_ID}
-    return create_drafter_config(target.config, **(fields | family.drafter_fields))
+    config = target.config
+    if config.is_encoder_decoder:
+        # No drafter can be made for it, but one for a decoder of its size may be passed.
+        config = transformers.LlamaConfig(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=4)
+    return create_drafter_config(config, **(fields | family.drafter_fields))
 
 
 @contextlib.contextmanager
