@@ -34,6 +34,11 @@ class CommittedText:
                 self._other_criteria.append(criterion)
 
     @property
+    def asks_criteria(self) -> bool:
+        """Whether there are criteria other than end tokens and the length."""
+        return bool(self._other_criteria)
+
+    @property
     def device(self) -> torch.device:
         return self.ids.device
 

@@ -5,8 +5,13 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
-from .target_dflash import check_drafter_fits, draft_logits, embed_tokens
+from .target_dflash import draft_logits, embed_tokens
+
+logger = logging.get_logger(__name__)
+
+ROUNDS_BEFORE_ALARM = 16
 
 
 class ContextCache:
@@ -74,16 +79,13 @@ class BlockDrafter:
     """Draft logits of one decoding call, whose drafter cache it holds.
 
     Args:
-        drafter ([`DFlashDraftModel`]): The drafter.
+        drafter ([`DFlashDraftModel`]): The drafter, checked to fit the target.
         target ([`PreTrainedModel`]): Lends its embedding and head.
         num_unseen (`list[int]`): For each row, the text tokens before the first context feature, whose features are
             unknown because a given cache holds them.
-    Raises:
-        ValueError: If the drafter does not fit the target.
     """
 
     def __init__(self, drafter: PreTrainedModel, target: PreTrainedModel, num_unseen: list[int]):
-        check_drafter_fits(drafter.config, target)
         self.drafter = drafter
         self.target = target
         self._cache = ContextCache(drafter.config.num_hidden_layers, len(num_unseen))
@@ -195,3 +197,12 @@ class BlockDrafter:
                 visible = visible & (distance.abs() < attention.sliding_window)
             masks[self.drafter.config.layer_types[attention.layer_idx]] = visible[:, None]
         return masks
+
+
+def warn_of_useless_drafter() -> None:
+    """Names the likely causes when no proposal was accepted in `ROUNDS_BEFORE_ALARM` rounds."""
+    logger.warning(
+        f"No proposal was accepted in {ROUNDS_BEFORE_ALARM} rounds. The output is right, but slow: check that the "
+        "drafter belongs to this target, its dtype (float16 can overflow), and the chat template that it was trained "
+        "with."
+    )

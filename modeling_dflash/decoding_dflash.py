@@ -10,7 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from .committed_text_dflash import CommittedText
-from .context_dflash import BlockDrafter
+from .context_dflash import ROUNDS_BEFORE_ALARM, BlockDrafter, warn_of_useless_drafter
 from .outputs_dflash import DFlashGenerateOutput, OutputRecorder
 from .sampling_dflash import (
     StepNoise,
@@ -21,6 +21,7 @@ from .sampling_dflash import (
     group_by_length,
     is_prefix_free,
 )
+from .target_dflash import check_drafter_fits
 from .tree_dflash import TokenTree
 from .verification_dflash import Verifier
 from .verify_length_dflash import VerifyLength, fixed_proposals
@@ -30,7 +31,6 @@ logger = logging.get_logger(__name__)
 # From draft logits of shape (rows, slots, vocab_size) and anchors of shape (rows, 1) to the tree to verify.
 TreeBuilder = Callable[[torch.Tensor, torch.LongTensor], TokenTree]
 
-_ROUNDS_BEFORE_ALARM = 16
 _ROUNDS_AFTER_FAULT = 8
 _MAX_FAULTS = 3
 
@@ -76,6 +76,11 @@ def decode(
             text says what. Nothing has been generated then.
     """
     num_rows = input_ids.shape[0]
+    if sample_drafts and tree_builder is not None:
+        raise ValueError("`sample_drafts` draws a chain of proposals; leave out `tree_builder`, or `sample_drafts`.")
+    if token_streamer is not None:
+        token_streamer.put(input_ids.cpu())
+        streamer = token_streamer
     reason = None
     if synced_gpus:
         reason = "Its ranks must run the same number of forwards (`synced_gpus`)"
@@ -88,10 +93,8 @@ def decode(
         return model._sample(
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
         )
-    if num_rows > 1 and (streamer or token_streamer) is not None:
+    if num_rows > 1 and streamer is not None:
         raise ValueError(f"A streamer takes one row, but the batch has {num_rows}. Stream one prompt at a time.")
-    if token_streamer is not None:
-        token_streamer.put(input_ids.cpu())
     call = DecodeCall(
         drafter,
         model,
@@ -99,7 +102,7 @@ def decode(
         logits_processor,
         stopping_criteria,
         generation_config,
-        streamer or token_streamer,
+        streamer,
         model_kwargs,
         sample_drafts=sample_drafts and bool(generation_config.do_sample),
         tree_builder=tree_builder,
@@ -129,6 +132,7 @@ class DecodeCall:
             raise ValueError(
                 f"`num_beams` is {config.num_beams}, but a drafter works with greedy search and sampling."
             )
+        check_drafter_fits(drafter.config, target)
         self.drafter, self.target = drafter, target
         self.processors, self.config, self.streamer = processors, config, streamer
         self.sample_drafts, self.tree_builder = sample_drafts, tree_builder
@@ -287,7 +291,8 @@ class DecodeCall:
             for i, node in frontier.items():
                 row = self.rows[i]
                 self.recorder.add_step(row, step_scores[i], logits[i, node])
-                self.text.commit(row, tokens[i], self.recorder.scores_so_far(row))
+                scores_so_far = self.recorder.scores_so_far(row) if self.text.asks_criteria else None
+                self.text.commit(row, tokens[i], scores_so_far)
                 child = tree.child(i, node, tokens[i])
                 if child is not None and not self.text.is_over(row):
                     paths[i].append(child)
@@ -310,8 +315,10 @@ class DecodeCall:
         if self.noise is not None:
             noise = torch.ones_like(scores)
             for i, row in enumerate(self.rows):
-                if not self.text.is_over(row):
-                    noise[i] = torch.stack([self._noise(row, depth) for depth in tree.depth_lists[i]])
+                if self.text.is_over(row):
+                    continue
+                for node, depth in enumerate(tree.depth_lists[i]):
+                    noise[i, node] = self._noise(row, depth)
         return scores, choose_tokens(scores, noise).tolist()
 
     def _choose_one(
@@ -386,13 +393,9 @@ class DecodeCall:
             logger.warning(f"The drafter is off in this call: {error}")
 
     def _sound_alarm(self) -> None:
-        if self.num_draft_rounds == _ROUNDS_BEFORE_ALARM and not self.has_accepted:
+        if self.num_draft_rounds == ROUNDS_BEFORE_ALARM and not self.has_accepted:
             self.num_draft_rounds += 1  # once a call
-            logger.warning(
-                f"No proposal was accepted in {_ROUNDS_BEFORE_ALARM} rounds. The output is right, but slow: check "
-                "that the drafter belongs to this target, its dtype (float16 can overflow), and the chat template "
-                "that it was trained with."
-            )
+            warn_of_useless_drafter()
 
     def _result(self) -> DFlashGenerateOutput | torch.LongTensor:
         if self.streamer is not None:

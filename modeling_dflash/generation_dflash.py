@@ -10,14 +10,12 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
-from .context_dflash import BlockDrafter
+from .context_dflash import ROUNDS_BEFORE_ALARM, BlockDrafter, warn_of_useless_drafter
 from .sampling_dflash import counts_its_calls, draft_processors
-from .target_dflash import TargetTaps
+from .target_dflash import TargetTaps, check_drafter_fits
 from .verify_length_dflash import fixed_proposals
 
 logger = logging.get_logger(__name__)
-
-_ROUNDS_BEFORE_ALARM = 48
 
 
 class DFlashCandidateGenerator(CandidateGenerator):
@@ -61,6 +59,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
                 f"A candidate generator takes one prompt at a time, got a batch of {batch_size}. Batches work with "
                 "`generate(assistant_model=drafter)`."
             )
+        check_drafter_fits(drafter.config, target)
         self.max_length = generation_config.max_length
         whole_block = drafter.config.block_size - 1
         self.num_proposals = fixed_proposals(generation_config, drafter.config.block_size) or whole_block
@@ -124,12 +123,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if self._is_after_prefill:
             return
         self.accepted_lengths.append(int(num_matches) + 1)
-        is_alarm_due = len(self.accepted_lengths) == _ROUNDS_BEFORE_ALARM and not self._is_off
+        is_alarm_due = len(self.accepted_lengths) == ROUNDS_BEFORE_ALARM and not self._is_off
         if is_alarm_due and max(self.accepted_lengths) == 1:
-            logger.warning_once(
-                f"No proposal was accepted in {_ROUNDS_BEFORE_ALARM} rounds. The output is right, but slow: check "
-                "that the drafter belongs to this target, its dtype, and the chat template that it was trained with."
-            )
+            warn_of_useless_drafter()
 
     def _choose(self, input_ids: torch.LongTensor, logits: torch.Tensor) -> torch.LongTensor:
         if self.argmax_processors:

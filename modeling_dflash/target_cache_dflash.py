@@ -39,7 +39,7 @@ class TargetCache:
             {type(layer).__name__ for layer in cache.layers} if hasattr(cache, "layers") else {type(cache).__name__}
         )
         unknown = sorted(kinds - {_DYNAMIC, _SLIDING, *_STATIC, _RECURRENT, _EMPTY})
-        if unknown or getattr(cache, "is_encoder_decoder", False):
+        if unknown:
             raise ValueError(
                 f"DFlash must take rejected tokens back out of the cache, which {', '.join(unknown)} cannot do. "
                 "Leave `cache_implementation` unset or use 'dynamic', 'offloaded' or 'static'."
@@ -217,15 +217,16 @@ class TargetCache:
         """
         mask = self.padding_mask.bool()  # type: ignore[union-attr]
         columns, longest = mask.shape[1], int(mask.sum(dim=1).max())
+        rows = mask.tolist()  # once for all layers
         for layer in self._attention_layers():
             is_static = type(layer).__name__ in _STATIC
             # A full sliding window holds the newest columns only.
             held = columns if is_static else layer.keys.shape[-2] - num_rejected
             end = longest if is_static else held
-            for row in range(mask.shape[0]):
-                kept = mask[row, columns - held :].nonzero().flatten().to(layer.keys.device)
+            for row, is_text in enumerate(rows):
+                kept = [column for column, is_kept in enumerate(is_text[columns - held :]) if is_kept]
                 start = end - len(kept)
-                if len(kept) == 0 or (int(kept[0]) == start and int(kept[-1]) == end - 1):
+                if kept == list(range(start, end)):
                     continue
                 for states in (layer.keys, layer.values):
                     states[row, :, start:end] = states[row, :, kept]

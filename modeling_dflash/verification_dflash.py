@@ -13,7 +13,7 @@ from .target_dflash import TargetTaps, text_config
 from .tree_dflash import TokenTree, tree_attention_mask
 
 _CACHE_NAMES = ("cache", "past_key_values")  # since Transformers 5.24, and before
-# Transformers 5.24 tells a given cache from its own; where it does not (5.15), each may be one that is used again.
+# Transformers 5.17 and newer tell a given cache from their own; before, each may be one that is used again.
 _MARKS_GIVEN_CACHES = (
     "_is_user_defined" in inspect.unwrap(GenerationMixin._prepare_cache_for_generation).__code__.co_names
 )
@@ -32,7 +32,7 @@ class Verifier:
         num_prompt (`int`): Tokens of the prompts.
         max_length (`int`): Longest text.
     Raises:
-        ValueError: If the target is no decoder, or its cache cannot be wound back.
+        ValueError: If the target's cache cannot be wound back.
     """
 
     def __init__(
@@ -46,14 +46,9 @@ class Verifier:
         num_prompt: int,
         max_length: int,
     ):
-        if target.config.is_encoder_decoder:
-            raise ValueError(
-                f"{type(target).__name__} is an encoder-decoder model; DFlash needs a decoder-only target."
-            )
         self.target = target
         self._config = generation_config
         self._kwargs = model_kwargs
-        self._rows = list(range(num_rows))
         self._num_to_come = max_length - num_prompt
         self._cache_name = next((name for name in _CACHE_NAMES if model_kwargs.get(name) is not None), "")
         if not self._cache_name:
@@ -81,7 +76,7 @@ class Verifier:
             self.cache.padding_mask = mask[:, -self.cache.num_columns :].clone()
         positions = self._kwargs.pop("position_ids", None)
         if positions is not None:
-            self._last_positions = positions[..., -1:].expand(*positions.shape[:-2], len(self._rows), 1)
+            self._last_positions = positions[..., -1:].expand(*positions.shape[:-2], prompts.shape[0], 1)
             # Nodes past the length limit are never kept; they must not ask for positions that a target lacks.
             self._position_limits = self._last_positions + self._num_to_come
         return outputs
@@ -114,7 +109,7 @@ class Verifier:
             kwargs["position_ids"] = torch.minimum(positions, self._position_limits)
         for name in _TYPE_ID_NAMES:
             if kwargs.get(name) is not None:
-                last = kwargs[name][..., self._rows, -1:]
+                last = kwargs[name][..., -1:]
                 kwargs[name] = (last if name == "token_type_ids" else torch.zeros_like(last)).expand(rows, nodes)
         inputs = self.target.prepare_inputs_for_generation(tree.tokens, **kwargs)
         if not tree.is_chain:
@@ -156,8 +151,10 @@ class Verifier:
 
     def select_rows(self, kept: list[int]) -> None:
         """Keeps these rows of the forwards."""
-        self._rows = [self._rows[i] for i in kept]
         self.cache.select_rows(kept)
+        for name in _TYPE_ID_NAMES:
+            if self._kwargs.get(name) is not None:
+                self._kwargs[name] = self._kwargs[name][..., kept, :]
         if self._last_positions is not None:
             self._last_positions = self._last_positions[..., kept, :]
             self._position_limits = self._position_limits[..., kept, :]

@@ -31,8 +31,8 @@ from oracle_drafters import (
 from transformers import LogitsProcessor
 
 from dflash_hf import decoding_dflash, verification_dflash
-from dflash_hf.context_dflash import ContextCache
-from dflash_hf.decoding_dflash import _MAX_FAULTS, _ROUNDS_AFTER_FAULT, _ROUNDS_BEFORE_ALARM
+from dflash_hf.context_dflash import ROUNDS_BEFORE_ALARM, ContextCache
+from dflash_hf.decoding_dflash import _MAX_FAULTS, _ROUNDS_AFTER_FAULT
 from dflash_hf.target_cache_dflash import TargetCache
 
 
@@ -173,7 +173,7 @@ def test_drafter_that_is_never_right_is_reported_once_a_call(llama, num_draft_ro
         generate(llama, assistant_model=drafter, max_new_tokens=max_new_tokens)
         assert len(drafter.calls) == num_draft_rounds
         assert len(warnings_of(caplog)) == is_reported * num_calls
-    assert (f"No proposal was accepted in {_ROUNDS_BEFORE_ALARM} rounds" in caplog.text) == is_reported
+    assert (f"No proposal was accepted in {ROUNDS_BEFORE_ALARM} rounds" in caplog.text) == is_reported
 
 
 # Nothing is left behind

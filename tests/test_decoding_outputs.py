@@ -240,3 +240,17 @@ def test_streamers_are_refused_for_a_batch(llama):
         generate_batch(llama, assistant_model=drafter, streamer=RecordingStreamer())
     with pytest.raises(ValueError, match="A streamer takes one row, but the batch has 3"):
         generate_batch(llama, custom_generate=drafter.decode, token_streamer=RecordingStreamer())
+
+
+def test_token_streamer_gets_the_text_that_is_decoded_without_the_drafter(llama, caplog):
+    streamer = RecordingStreamer()
+    drafter = make_batch_oracle(llama)
+    output = generate_batch(llama, custom_generate=drafter.decode, token_streamer=streamer, output_attentions=True)
+    assert len(streamer.tokens) == output.numel() and streamer.has_ended
+    assert drafter.calls == []
+
+
+def test_drawn_proposals_and_trees_exclude_each_other(llama):
+    drafter = make_oracle(llama)
+    with pytest.raises(ValueError, match="leave out `tree_builder`, or `sample_drafts`"):
+        generate(llama, custom_generate=drafter.decode, sample_drafts=True, tree_builder=lambda logits, anchors: None)
