@@ -11,6 +11,7 @@ def visible_keys(
     context_length: int,
     block_size: int,
     *,
+    context_starts: torch.LongTensor | None = None,
     sliding_window: int | None = None,
     is_causal: bool = False,
 ) -> torch.BoolTensor:
@@ -25,11 +26,13 @@ def visible_keys(
     for row in range(batch):
         for query_block in range(num_anchors):
             anchor = int(anchors[row, query_block])
+            start = 0 if context_starts is None else int(context_starts[row, query_block])
             for query_slot in range(block_size):
                 query = query_block * block_size + query_slot
                 for position in range(context_length):
                     is_near = sliding_window is None or anchor + query_slot - position < sliding_window
-                    table[row, query, position] = bool(is_valid[row, query_block]) and position < anchor and is_near
+                    is_before = start <= position < anchor
+                    table[row, query, position] = bool(is_valid[row, query_block]) and is_before and is_near
                 for key_slot in range(block_size):
                     distance = query_slot - key_slot
                     is_near = sliding_window is None or abs(distance) < sliding_window
@@ -59,22 +62,79 @@ def block_targets(
     return labels, weights
 
 
-def weighted_cross_entropy(
-    hidden_states: torch.Tensor, labels: torch.LongTensor, weights: torch.Tensor, head
+def slot_loss(objective: str, logits: torch.Tensor, label: int, teacher_logits: torch.Tensor | None) -> torch.Tensor:
+    """Loss of one slot from its logits of shape (vocab,), differentiable."""
+    draft = logits.exp() / logits.exp().sum()
+    if objective == "cross_entropy":
+        return -draft[label].log()
+    target = teacher_logits.exp() / teacher_logits.exp().sum()
+    if objective == "kl":
+        return (target * (target.log() - draft.log())).sum()
+    return 0.5 * (target - draft).abs().sum()
+
+
+def acceptance(logits: torch.Tensor, teacher_logits: torch.Tensor) -> float:
+    """Probability that a token drawn from the drafter is kept: draw it, then keep it with probability min(1, p/q)."""
+    draft, target = logits.softmax(dim=0).tolist(), teacher_logits.softmax(dim=0).tolist()
+    return sum(q * min(1.0, p / q) for p, q in zip(target, draft, strict=True))
+
+
+def d_pace_weight(label_probability: list[float], is_supervised: list[bool], slot: int, alpha: float) -> float:
+    """Equations 7 and 8 of arXiv 2605.18810 for one slot of a block."""
+    total = 0.0
+    for last in range(slot, len(label_probability)):
+        reached = 1.0
+        for earlier in range(last + 1):
+            if is_supervised[earlier]:
+                reached *= (1 - alpha) * label_probability[earlier] + alpha
+        total += reached if is_supervised[last] else 0.0
+    return total if is_supervised[slot] else 0.0
+
+
+def weighted_loss(
+    hidden_states: torch.Tensor,
+    labels: torch.LongTensor,
+    weights: torch.Tensor,
+    head,
+    *,
+    objective: str = "cross_entropy",
+    label_source: str = "data",
+    teacher_logits: torch.Tensor | None = None,
+    d_pace_alpha: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.BoolTensor]:
-    """Loss sum, weight sum and hits, one slot at a time; arguments as in [`dflash_loss`]."""
-    loss_sum = hidden_states.new_zeros(())
-    weight_sum = weights.new_zeros(())
-    is_correct = torch.zeros(labels.numel(), dtype=torch.bool)
-    slots = zip(hidden_states.flatten(0, -2), labels.flatten(), weights.flatten(), strict=True)
-    for index, (state, label, weight) in enumerate(slots):
-        if weight == 0:
-            continue
-        logits = head(state)
-        loss_sum = loss_sum + weight * (logits.exp().sum().log() - logits[label])
-        weight_sum = weight_sum + weight
-        is_correct[index] = int(logits.argmax()) == int(label)
-    return loss_sum, weight_sum, is_correct.view(labels.shape)
+    """Loss sum, weight sum and hits, one slot at a time; arguments as in [`dflash_loss`].
+
+    Args:
+        teacher_logits (`torch.Tensor`, *optional*): The target's logits of every slot, shape (..., block_size, vocab).
+    """
+    loss_sum, weight_sum = hidden_states.new_zeros(()), weights.new_zeros(())
+    hits = []
+    width, block_size = hidden_states.shape[-1], labels.shape[-1]
+    states, labels, weights = (
+        hidden_states.view(-1, block_size, width),
+        labels.view(-1, block_size),
+        weights.flatten(0, -2),
+    )
+    for block in range(labels.shape[0]):
+        logits = [head(states[block, slot]) for slot in range(block_size)]
+        teachers = [None] * block_size
+        if teacher_logits is not None:
+            teachers = list(teacher_logits.view(-1, block_size, logits[0].shape[0])[block])
+        own_labels = labels[block].tolist() if label_source == "data" else [int(t.argmax()) for t in teachers]
+        probability = [
+            float(one.detach().softmax(dim=0)[label]) for one, label in zip(logits, own_labels, strict=True)
+        ]
+        is_supervised = [float(weight) != 0 for weight in weights[block]]
+        for slot in range(block_size):
+            hits.append(is_supervised[slot] and int(logits[slot].argmax()) == own_labels[slot])
+            if not is_supervised[slot]:
+                continue
+            weight = weights[block, slot]
+            weight_sum = weight_sum + weight
+            if d_pace_alpha is not None:
+                weight = weight * d_pace_weight(probability, is_supervised, slot, d_pace_alpha)
+            loss_sum = loss_sum + weight * slot_loss(objective, logits[slot], own_labels[slot], teachers[slot])
+    return loss_sum, weight_sum, torch.tensor(hits, dtype=torch.bool)
 
 
 def decay_weight(slot: int, gamma: float) -> float:
@@ -141,3 +201,33 @@ def draft_block(drafter, target, input_ids: torch.LongTensor, anchor: int) -> tu
         position_ids=torch.arange(anchor + config.block_size)[None],
     ).last_hidden_state
     return hidden_states[0], target.get_output_embeddings()(hidden_states)[0]
+
+
+def draft_alone(
+    drafter,
+    noise_embeds: torch.Tensor,
+    context_hidden_states: torch.Tensor,
+    anchors: torch.LongTensor,
+    is_valid: torch.BoolTensor,
+    context_starts: torch.LongTensor,
+) -> torch.Tensor:
+    """Hidden states of every block by a forward of its own, without a mask; zeros for unused blocks.
+
+    Args:
+        noise_embeds (`torch.Tensor`): Shape (batch, N, block_size, D).
+        context_hidden_states (`torch.Tensor`): Shape (batch, context, features).
+        context_starts (`torch.LongTensor`): Where the anchor's document begins, shape (batch, N).
+    """
+    rows = []
+    for row in range(anchors.shape[0]):
+        for block in range(anchors.shape[1]):
+            if not is_valid[row, block]:
+                rows.append(torch.zeros_like(noise_embeds[row, block]))
+                continue
+            start, anchor = int(context_starts[row, block]), int(anchors[row, block])
+            own = drafter(
+                noise_embeds=noise_embeds[row, block][None],
+                context_hidden_states=context_hidden_states[row, start:anchor][None],
+            )
+            rows.append(own.last_hidden_state[0])
+    return torch.stack(rows).view_as(noise_embeds)

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import reference_dflash
@@ -22,7 +23,6 @@ from two_process_step import train_steps
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.trainer import DFlashTrainer, DFlashTrainingArguments, dflash_trainer
-from dflash_hf.trainer.block_mask import BlockLayout
 from dflash_hf.trainer.loss import DFlashLossOutput
 
 FOUR_ROWS = make_random_rows([9, 30, 18, 50])
@@ -86,6 +86,17 @@ def test_two_processes_give_the_parameters_losses_and_anchors_of_one(tmp_path):
     assert anchors_by_step(shared[0] + shared[1]) == alone
     # Every step is an epoch here, and every epoch draws anew.
     assert len({json.dumps(alone[step]) for step in range(3)}) == 3
+
+
+@pytest.mark.slow
+def test_process_with_nothing_to_learn_neither_hangs_nor_changes_the_update(tmp_path):
+    train_steps(str(tmp_path / "one"), 2, 4)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    run_python(*torchrun, two_process_script(), str(tmp_path / "two"), "1", "4")
+    batches = [json.loads((tmp_path / "two" / f"batches.{rank}.json").read_text()) for rank in (0, 1)]
+    assert sum(batch["rows"] == [0] and batch["anchors"] == [[]] for batch in batches[0] + batches[1]) == 2
+    one, two = (torch.load(tmp_path / name / "parameters.pt") for name in ("one", "two"))
+    assert_same_parameters(one, two)
 
 
 def two_process_script() -> str:
@@ -188,10 +199,12 @@ def test_blocks_get_no_gradient_from_target_features_at_or_after_their_anchor(tm
     ]
     batch["labels"] = torch.tensor([[[label or 0 for label in labels] for labels, _ in targets]])
     features = torch.randn(1, 40, 64, requires_grad=True)
-    trainer.target_features = lambda input_ids: features
+    batch["context_starts"] = torch.zeros(1, 5, dtype=torch.long)
+    trainer.target_features = lambda input_ids, document_lengths: features
     for block, anchor in enumerate(anchors):
         batch["weights"] = torch.zeros(1, 5, 8)
         batch["weights"][0, block] = torch.tensor(targets[block][1])
+        batch["active"] = batch["weights"].flatten().nonzero()[:, 0]
         (gradient,) = torch.autograd.grad(trainer.block_loss(trainer.model, batch).loss_sum, features)
         sizes = gradient[0].abs().sum(dim=-1)
         assert (sizes[anchor:] == 0).all()
@@ -202,15 +215,16 @@ def test_blocks_get_no_gradient_from_target_features_at_or_after_their_anchor(tm
 @pytest.mark.parametrize("sees_its_answers", [False, True])
 def test_random_tokens_cannot_be_learned_unless_blocks_see_their_answers(tmp_path, monkeypatch, sees_its_answers):
     vocab_size, steps = 20, 60
-    block_layout = dflash_trainer.block_layout
+    attention_masks = dflash_trainer.attention_masks
 
-    def leaking_layout(anchors, is_valid, context_length, block_size, **rule):
-        layout = block_layout(anchors, is_valid, context_length, block_size, **rule)
-        context, first = torch.arange(context_length), anchors[:, :, None, None]
-        return BlockLayout((context >= first) & (context < first + block_size), layout.sees_slot)
+    def leaking_masks(form, config, anchors, is_valid, context_length, **rule):
+        (layout,) = attention_masks(form, config, anchors, is_valid, context_length, **rule).values()
+        starts = anchors[:, :, None].expand_as(layout.context_starts)
+        ends = (anchors + config.block_size).clamp(max=context_length)
+        return {"full_attention": replace(layout, context_starts=starts, context_ends=ends)}
 
     if sees_its_answers:
-        monkeypatch.setattr(dflash_trainer, "block_layout", leaking_layout)
+        monkeypatch.setattr(dflash_trainer, "attention_masks", leaking_masks)
     target = make_tiny_target(vocab_size=vocab_size)
     config = make_drafter_config(target, block_size=4, mask_token_id=17, target_layer_ids=[0])
     # New rows in every step, with many overlapping blocks.
@@ -346,14 +360,17 @@ def test_bf16_target_trains_a_float32_drafter(tmp_path):
     assert losses(half) == pytest.approx(losses(plain), rel=0.05)
 
 
-def test_logs_carry_accepted_length_and_accuracy_of_every_slot(tmp_path):
+def test_logs_carry_teacher_forced_tau_accuracy_and_acceptance_of_every_slot(tmp_path):
     trainer = make_trainer(tmp_path, FOUR_ROWS, eval_rows=FOUR_ROWS[1:], max_steps=2)
     trainer.train()
     trainer.evaluate()
     entries = {prefix: next(e for e in trainer.state.log_history if prefix + "loss" in e) for prefix in ("", "eval_")}
     for prefix, entry in entries.items():
-        assert 1 <= entry[prefix + "accepted_length"] <= 8
+        assert 1 <= entry[prefix + "teacher_forced_tau"] <= 8
         assert all(0 <= entry[f"{prefix}accuracy_slot_{slot}"] <= 1 for slot in range(1, 8))
+        acceptance = [entry[f"{prefix}acceptance_slot_{slot}"] for slot in range(1, 8)]
+        assert acceptance == sorted(acceptance, reverse=True)
+        assert entry[prefix + "teacher_forced_tau"] == pytest.approx(1 + sum(acceptance), abs=1e-3)
         assert f"{prefix}accuracy_slot_0" not in entry and f"{prefix}accuracy_slot_8" not in entry
 
 
@@ -373,7 +390,7 @@ def test_evaluation_figures_are_those_of_the_drafts_that_generation_would_make(t
             lengths.append(reference_dflash.accepted_length(proposals.tolist(), answer.tolist()))
             hits += proposals == answer
     assert len(set(lengths)) > 2
-    assert figures["eval_accepted_length"] == pytest.approx(sum(lengths) / len(lengths), abs=1e-4)
+    assert figures["eval_teacher_forced_tau"] == pytest.approx(sum(lengths) / len(lengths), abs=1e-4)
     for slot in range(1, 8):
         assert figures[f"eval_accuracy_slot_{slot}"] == pytest.approx(hits[slot - 1].item() / len(lengths), abs=1e-4)
 
@@ -387,8 +404,8 @@ def test_evaluation_gives_the_same_figures_twice(tmp_path):
     trainer.train_dataset.set_epoch(5)
     second = trainer.evaluate()
     given = trainer.evaluate(rows)
-    names = [name for name in first if name == "eval_loss" or "accepted" in name or "accuracy" in name]
-    assert len(names) == 9
+    names = [name for name in first if name in ("eval_loss", "eval_teacher_forced_tau") or "_slot_" in name]
+    assert len(names) == 2 + 7 + 7
     assert [first[name] for name in names] == [second[name] for name in names] == [given[name] for name in names]
 
 

@@ -67,6 +67,8 @@ def batch_at(trainer, row: dict, anchors: list[int]) -> dict[str, torch.Tensor]:
     batch["is_valid"] = torch.ones(1, len(anchors), dtype=torch.bool)
     batch["labels"] = torch.tensor([[[label or 0 for label in labels] for labels, _ in targets]])
     batch["weights"] = torch.tensor([[weights for _, weights in targets]])
+    batch["context_starts"] = torch.zeros(1, len(anchors), dtype=torch.long)
+    batch["active"] = batch["weights"].flatten().nonzero()[:, 0]
     return batch
 
 
@@ -145,8 +147,9 @@ def test_training_positions_are_those_that_generation_counts(tmp_path):
     trainer.model.rotary_emb.register_forward_pre_hook(lambda module, args: positions.append(args[1].tolist()[0]))
     generate(target, trainer.model, row["input_ids"][:PROMPT], 2 * BLOCK)
     assert positions[0] == list(range(PROMPT + BLOCK))
-    trained = block_positions(torch.tensor([[PROMPT]]), PROMPT, BLOCK)
-    assert trained[0].tolist() == positions[0]
+    # In training the anchor is a column of the context, too, though its block does not see it.
+    trained = block_positions(torch.tensor([[PROMPT]]), torch.arange(PROMPT + 1)[None], BLOCK)[0].tolist()
+    assert trained[:PROMPT] + trained[PROMPT + 1 :] == positions[0]
 
 
 def test_learned_drafter_is_accepted_live_as_often_as_it_was_right_in_training(tmp_path, rounds, record_property):

@@ -19,20 +19,21 @@ def test_figures_equal_the_plain_twin():
         reference_dflash.accepted_length(proposal, answer)
         for proposal, answer in zip(proposals.tolist(), answers.tolist(), strict=True)
     ]
-    assert figures["accepted_length"] == pytest.approx(sum(lengths) / num_blocks)
+    assert figures["teacher_forced_tau"] == pytest.approx(sum(lengths) / num_blocks)
     for slot in range(1, block_size):
         assert figures[f"accuracy_slot_{slot}"] == pytest.approx(
             (proposals[:, slot - 1] == answers[:, slot - 1]).double().mean().item()
         )
-    assert len(figures) == block_size
+        assert figures[f"acceptance_slot_{slot}"] == pytest.approx(sum(n > slot for n in lengths) / num_blocks)
+    assert len(figures) == 1 + 2 * (block_size - 1)
 
 
-def test_accepted_length_counts_the_bonus_token_and_stops_at_the_first_miss():
+def test_teacher_forced_tau_counts_the_bonus_token_and_stops_at_the_first_miss():
     is_correct = torch.tensor([[[0, 1, 1, 0, 1], [0, 0, 1, 1, 1], [0, 1, 1, 1, 1]]]).bool()
     metrics = BlockMetrics(5)
     metrics.add(is_correct, torch.ones(1, 3, 5))
     figures = metrics.compute()
-    assert figures["accepted_length"] == pytest.approx((3 + 1 + 5) / 3)
+    assert figures["teacher_forced_tau"] == pytest.approx((3 + 1 + 5) / 3)
     assert [figures[f"accuracy_slot_{slot}"] for slot in range(1, 5)] == pytest.approx([2 / 3, 1, 2 / 3, 1])
 
 
@@ -42,10 +43,8 @@ def test_blocks_cut_by_the_end_of_an_answer_do_not_count():
     metrics = BlockMetrics(4)
     metrics.add(is_correct, weights)
     assert metrics.compute() == {
-        "accepted_length": 4.0,
-        "accuracy_slot_1": 1.0,
-        "accuracy_slot_2": 1.0,
-        "accuracy_slot_3": 1.0,
+        "teacher_forced_tau": 4.0,
+        **{f"{name}_slot_{slot}": 1.0 for name in ("accuracy", "acceptance") for slot in (1, 2, 3)},
     }
 
 
@@ -65,6 +64,6 @@ def test_no_whole_block_gives_no_figures():
     metrics.add(torch.ones(1, 2, 4, dtype=torch.bool), torch.zeros(1, 2, 4))
     assert metrics.compute() == {}
     metrics.add(torch.ones(1, 2, 4, dtype=torch.bool), torch.ones(1, 2, 4))
-    assert metrics.compute()["accepted_length"] == 4
+    assert metrics.compute()["teacher_forced_tau"] == 4
     metrics.reset()
     assert metrics.compute() == {}

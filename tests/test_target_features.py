@@ -1,8 +1,13 @@
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from dflash_hf.trainer.feature_store import FeatureStore, features_fingerprint
-from dflash_hf.trainer.target_features import TargetFeatures
+from dflash_hf.trainer.target_features import (
+    TargetFeatures,
+    check_rebuilt_logits,
+    document_places,
+    target_logits,
+)
 
 LAYER_IDS = [0, 2, 6]
 
@@ -12,6 +17,30 @@ def count_forwards(target) -> list[int]:
     calls: list[int] = []
     target.get_decoder().layers[0].register_forward_hook(lambda module, args, output: calls.append(args[0].shape[0]))
     return calls
+
+
+def make_family_target(family: str):
+    """A tiny target of an architecture that scales or caps its logits."""
+    sizes = {
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    extra = {
+        "llama": {},
+        "gemma2": {"final_logit_softcapping": 2.0},
+        "granite": {"logits_scaling": 3.0},
+        "cohere": {"logit_scale": 0.25},
+    }
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **sizes, **extra[family], pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    target = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    torch.nn.init.normal_(target.get_output_embeddings().weight, std=1.0)  # far enough for a cap to matter
+    return target
 
 
 @torch.no_grad()
@@ -67,84 +96,55 @@ def test_constant_or_broken_features_are_refused_by_layer(tiny_target, value):
         TargetFeatures(tiny_target, LAYER_IDS)(torch.randint(100, (1, 6)))
 
 
-def make_store(folder, target, rows, layer_ids=LAYER_IDS) -> FeatureStore:
-    fingerprint = features_fingerprint(target, layer_ids, rows)
-    return FeatureStore(folder, [len(row) for row in rows], 32 * len(layer_ids), target.dtype, fingerprint)
+def test_documents_of_a_packed_row_have_the_features_that_they_have_alone(tiny_target):
+    tiny_target.double()
+    documents = [[torch.randint(3, 100, (n,)).tolist() for n in lengths] for lengths in ((7, 12, 4), (9, 1), (20,))]
+    input_ids = torch.zeros(3, 24, dtype=torch.long)
+    lengths = torch.zeros(3, 3, dtype=torch.long)
+    for row, texts in enumerate(documents):
+        flat = sum(texts, [])
+        input_ids[row, : len(flat)] = torch.tensor(flat)
+        lengths[row, : len(texts)] = torch.tensor([len(text) for text in texts])
+    for with_final_hidden in (False, True):
+        target_features = TargetFeatures(tiny_target, LAYER_IDS, with_final_hidden=with_final_hidden)
+        packed = target_features(input_ids, lengths)
+        assert packed.shape == (3, 24, 32 * (3 + with_final_hidden))
+        for row, _, start, end in document_places(lengths):
+            alone = target_features(input_ids[row : row + 1, start:end])[0]
+            torch.testing.assert_close(packed[row, start:end], alone, rtol=1e-10, atol=1e-10)
+    assert [(row, slot) for row, slot, _, _ in document_places(lengths)] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 0),
+        (1, 1),
+        (2, 0),
+    ]
 
 
-def padded_batch(rows, row_ids) -> tuple[torch.Tensor, list[int]]:
-    lengths = [len(rows[row]) for row in row_ids]
-    input_ids = torch.zeros(len(row_ids), max(lengths), dtype=torch.long)
-    for i, row in enumerate(row_ids):
-        input_ids[i, : lengths[i]] = torch.tensor(rows[row])
-    return input_ids, lengths
-
-
-@pytest.fixture
-def token_rows() -> list[list[int]]:
-    return [torch.randint(3, 100, (length,)).tolist() for length in (7, 12, 3, 9)]
-
-
-def test_stored_features_equal_fresh_ones_and_run_the_target_once_a_row(tiny_target, token_rows, tmp_path):
-    target_features = TargetFeatures(tiny_target.double(), LAYER_IDS)
-    expected = [hidden_state_features(tiny_target, torch.tensor([row]))[0] for row in token_rows]
-    store = make_store(tmp_path, tiny_target, token_rows)
-    calls = count_forwards(tiny_target)
-    for row_ids in ([2, 0], [0, 1, 2], [3, 1], [1, 0, 3, 2]):
-        input_ids, lengths = padded_batch(token_rows, row_ids)
-        features = target_features.stored(input_ids, lengths, row_ids, store)
-        assert features.shape == (*input_ids.shape, 96) and features.dtype == tiny_target.dtype
-        for i, row in enumerate(row_ids):
-            torch.testing.assert_close(features[i, : lengths[i]], expected[row], rtol=1e-10, atol=1e-10)
-            assert (features[i, lengths[i] :] == 0).all()
-    assert calls == [2, 1, 1]
-
-
-def test_stored_features_survive_a_restart(tiny_target, token_rows, tmp_path):
-    input_ids, lengths = padded_batch(token_rows, [1, 3])
-    store = make_store(tmp_path, tiny_target, token_rows)
-    before = TargetFeatures(tiny_target, LAYER_IDS).stored(input_ids, lengths, [1, 3], store)
-    del store
-    calls = count_forwards(tiny_target)
-    reopened = make_store(tmp_path, tiny_target, token_rows)
-    assert [row in reopened for row in range(4)] == [False, True, False, True]
-    after = TargetFeatures(tiny_target, LAYER_IDS).stored(input_ids, lengths, [1, 3], reopened)
-    assert torch.equal(before, after)
-    assert calls == []
-
-
-def test_bf16_features_are_stored_without_loss(tiny_target, token_rows, tmp_path):
-    tiny_target.to(torch.bfloat16)
-    target_features = TargetFeatures(tiny_target, LAYER_IDS)
-    store = make_store(tmp_path, tiny_target, token_rows)
-    input_ids = torch.tensor([token_rows[1]])
-    first = target_features.stored(input_ids, [12], [1], store)
-    assert first.dtype == torch.bfloat16
-    assert torch.equal(first, target_features(input_ids))
-    assert torch.equal(first, target_features.stored(input_ids, [12], [1], store))
-
-
-def test_store_of_another_target_layers_or_rows_is_refused(tiny_target, token_rows, tmp_path):
-    make_store(tmp_path, tiny_target, token_rows)
-    with pytest.raises(ValueError, match="fingerprint"):
-        make_store(tmp_path, tiny_target, token_rows[:3] + [token_rows[3][:-1] + [1]])
-    with pytest.raises(ValueError, match="fingerprint"):
-        make_store(tmp_path, tiny_target, token_rows, layer_ids=[0, 2, 5])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "cohere"])
+def test_target_logits_are_rebuilt_from_the_last_hidden_states(family):
+    target = make_family_target(family)
+    input_ids = torch.randint(3, 90, (2, 11))
+    target_features = TargetFeatures(target, [0, 1], with_final_hidden=True)
+    final_hidden = target_features(input_ids)[..., -32:]
     with torch.no_grad():
-        tiny_target.get_input_embeddings().weight[0, 0] += 1
-    with pytest.raises(ValueError, match="fingerprint"):
-        make_store(tmp_path, tiny_target, token_rows)
+        expected = target(input_ids).logits
+    torch.testing.assert_close(target_logits(target, final_hidden), expected, rtol=1e-5, atol=1e-5)
+    check_rebuilt_logits(target)
 
 
-def test_store_says_how_much_disk_it_needs_before_it_takes_it(tiny_target, token_rows, tmp_path, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 1000}))
-    with pytest.raises(OSError, match=r"only 0\.00 GB are free"):
-        make_store(tmp_path, tiny_target, token_rows)
-    assert list(tmp_path.iterdir()) == []
+def test_target_whose_logits_cannot_be_rebuilt_is_refused(tiny_target):
+    def scale_logits(module, arguments, output):
+        output.logits *= 1.5
+
+    tiny_target.register_forward_hook(scale_logits)
+    with pytest.raises(ValueError, match="cannot be rebuilt"):
+        check_rebuilt_logits(tiny_target)
 
 
-def test_store_takes_exactly_its_values_and_one_byte_a_row(tiny_target, token_rows, tmp_path):
-    make_store(tmp_path, tiny_target, token_rows)
-    sizes = {file.name: file.stat().st_size for file in tmp_path.iterdir()}
-    assert sizes["values.bin"] == sum(map(len, token_rows)) * 96 * 4
-    assert sizes["done.bin"] == 4
+def test_features_can_be_trained_on(tiny_target):
+    features = TargetFeatures(tiny_target, LAYER_IDS, with_final_hidden=True)(torch.randint(100, (1, 6)))
+    weight = torch.ones(features.shape[-1], requires_grad=True)
+    (features @ weight).sum().backward()
+    torch.testing.assert_close(weight.grad, features.sum(dim=(0, 1)))

@@ -145,7 +145,9 @@ def record_batches(trainer: DFlashTrainer) -> list[dict]:
     def recording(model, inputs, *args, **kwargs):
         anchors = [row[valid].tolist() for row, valid in zip(inputs["anchors"], inputs["is_valid"], strict=True)]
         if model.training:
-            batches.append({"step": trainer.state.global_step, "rows": inputs["rows"].tolist(), "anchors": anchors})
+            batches.append(
+                {"step": trainer.state.global_step, "rows": inputs["rows"].flatten().tolist(), "anchors": anchors}
+            )
         return compute_loss(model, inputs, *args, **kwargs)
 
     trainer.compute_loss = recording

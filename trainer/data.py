@@ -1,17 +1,15 @@
-"""Rows of token ids and loss masks: files, the training dataset and the batch collator."""
+"""Rows of token ids and loss masks: files and training datasets."""
 
+import hashlib
 import itertools
 import json
 import os
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import Dataset
-
-from dflash_hf.trainer.anchors import block_targets, row_generator, select_anchors
+from torch.utils.data import Dataset, IterableDataset
 
 
 def read_json_lines(path: str | Path) -> Iterator[dict[str, Any]]:
@@ -57,75 +55,76 @@ class TokenRows(Dataset):
         self.rows = rows
         self.max_length = max_length
         self.epoch = 0
-        masks = (self[i]["loss_mask"] for i in range(len(rows)))
-        if not any(first and second for mask in masks for first, second in itertools.pairwise(mask)):
+        if not any(_has_anchor(self[i]["loss_mask"]) for i in range(len(rows))):
             raise ValueError(
                 f"None of the {len(rows)} rows has two supervised tokens in a row, so there is nothing to learn from. "
                 "Check the loss mask: it must be 1 on the target's answers."
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the dataloader; anchors are drawn anew for every epoch."""
+        """Called when an epoch begins; anchors are drawn anew for every epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self.rows[index]
-        input_ids = list(row["input_ids"])[: self.max_length]
-        if "loss_mask" in row:
-            loss_mask = list(row["loss_mask"])[: self.max_length]
-        elif "prompt_length" in row:
-            loss_mask = [int(position >= row["prompt_length"]) for position in range(len(input_ids))]
-        else:
-            raise ValueError(f"Row {index} has neither `loss_mask` nor `prompt_length`; it has {sorted(row)}.")
-        if len(loss_mask) != len(input_ids):
-            raise ValueError(f"Row {index} has {len(input_ids)} token ids but a loss mask of {len(loss_mask)}.")
-        return {"input_ids": input_ids, "loss_mask": loss_mask, "row": index, "epoch": self.epoch}
+        return token_row(self.rows[index], index, self.epoch, self.max_length)
 
 
-@dataclass
-class AnchorCollator:
-    """Batches of right-padded rows with their anchors, labels and loss weights.
+class StreamedRows(IterableDataset):
+    """[`TokenRows`] of a stream of unknown length, such as a `datasets.IterableDataset`, pass after pass without end.
 
-    A row's anchors depend on (seed, epoch, row) only. The anchor width is the largest number in use in the batch.
+    The passes follow each other here, because Trainer takes `max_steps` of a stream for one epoch and would skip
+    wrongly on a resume. A row's number is a hash of its token ids, so its anchors do not depend on where in the stream
+    it came. Rows without anything to learn from are left out.
 
     Args:
-        num_anchors (`int`): Most anchors per row.
-        slot_weights (`torch.Tensor`): Weight per slot, shape (block_size,).
-        seed (`int`): Seed of the anchors.
+        stream: Can be iterated again and again; its `set_epoch` is called with the number of the pass if it has one.
+        max_length (`int`, *optional*): Longer rows are cut at the end, in tokens.
     """
 
-    num_anchors: int
-    slot_weights: torch.Tensor
-    seed: int
+    def __init__(self, stream: Iterable[dict[str, Any]], max_length: int | None = None):
+        self.stream = stream
+        self.max_length = max_length
+        self.first_epoch = 0
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """`input_ids` (B, T); `lengths`, `rows` (B,); `anchors`, `is_valid` (B, N); `labels`, `weights` (B, N, S)."""
-        block_size = self.slot_weights.shape[0]
-        lengths = [len(row["input_ids"]) for row in rows]
-        input_ids = torch.zeros(len(rows), max(lengths), dtype=torch.long)
-        loss_mask = torch.zeros_like(input_ids)
-        selections = []
-        for i, row in enumerate(rows):
-            input_ids[i, : lengths[i]] = torch.tensor(row["input_ids"])
-            loss_mask[i, : lengths[i]] = torch.tensor(row["loss_mask"])
-            generator = row_generator(self.seed, row["epoch"], row["row"])
-            # Drawn from the row alone: padding must not change the draw.
-            own_mask = loss_mask[i : i + 1, : lengths[i]]
-            selections.append(select_anchors(own_mask, self.num_anchors, block_size, generator=generator))
-        anchors = torch.cat([anchors for anchors, _ in selections])
-        is_valid = torch.cat([is_valid for _, is_valid in selections])
-        width = max(1, int(is_valid.sum(dim=1).max()))
-        anchors, is_valid = anchors[:, :width], is_valid[:, :width]
-        labels, weights = block_targets(input_ids, loss_mask, anchors, is_valid, self.slot_weights)
-        return {
-            "input_ids": input_ids,
-            "lengths": torch.tensor(lengths),
-            "rows": torch.tensor([row["row"] for row in rows]),
-            "anchors": anchors,
-            "is_valid": is_valid,
-            "labels": labels,
-            "weights": weights,
-        }
+    def set_epoch(self, epoch: int) -> None:
+        """The number of the next iteration's first pass."""
+        self.first_epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for epoch in itertools.count(self.first_epoch):
+            if hasattr(self.stream, "set_epoch"):
+                self.stream.set_epoch(epoch)
+            is_empty = True
+            for row in self.stream:
+                digest = hashlib.blake2b(array("q", row["input_ids"]).tobytes(), digest_size=7).digest()
+                numbered = token_row(row, int.from_bytes(digest, "little"), epoch, self.max_length)
+                if _has_anchor(numbered["loss_mask"]):
+                    is_empty = False
+                    yield numbered
+            if is_empty:
+                raise ValueError("The stream has no row with two supervised tokens in a row: nothing to learn from.")
+
+
+def token_row(row: dict[str, Any], number: int, epoch: int, max_length: int | None = None) -> dict[str, Any]:
+    """One training row: `input_ids`, `loss_mask`, `row` (its number) and `epoch`.
+
+    Raises:
+        ValueError: If `row` has neither `loss_mask` nor `prompt_length`, or a mask of another length.
+    """
+    input_ids = list(row["input_ids"])[:max_length]
+    if row.get("loss_mask") is not None:
+        loss_mask = list(row["loss_mask"])[:max_length]
+    elif row.get("prompt_length") is not None:
+        loss_mask = [int(position >= row["prompt_length"]) for position in range(len(input_ids))]
+    else:
+        raise ValueError(f"Row {number} has neither `loss_mask` nor `prompt_length`; it has {sorted(row)}.")
+    if len(loss_mask) != len(input_ids):
+        raise ValueError(f"Row {number} has {len(input_ids)} token ids but a loss mask of {len(loss_mask)}.")
+    return {"input_ids": input_ids, "loss_mask": loss_mask, "row": number, "epoch": epoch}
+
+
+def _has_anchor(loss_mask: Sequence[int]) -> bool:
+    return any(first and second for first, second in itertools.pairwise(loss_mask))

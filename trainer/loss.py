@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+
+from dflash_hf.trainer.objectives import SlotLosses, check_objective, d_pace_weights, slot_losses
 
 # Paper, appendix A.1.
 _PAPER_DECAY = {16: 7.0, 10: 5.0, 8: 4.0}
@@ -16,15 +17,18 @@ class DFlashLossOutput:
     """Sums, so that several batches can be added before dividing.
 
     Args:
-        loss_sum (`torch.Tensor`): Weighted cross-entropy summed over slots, nats; carries the gradient.
+        loss_sum (`torch.Tensor`): Weighted losses summed over slots; carries the gradient.
         weight_sum (`torch.Tensor`): Sum of the weights.
-        is_correct (`torch.BoolTensor`): Whether the most likely token is the label, in the shape of `labels`; False
-            where the weight is 0.
+        is_correct (`torch.BoolTensor`): Whether the drafter's most likely token is the label in force, in the shape of
+            `labels`; False where the weight is 0.
+        acceptance (`torch.Tensor`, *optional*): Probability that speculative sampling keeps a token drawn from the
+            drafter, in the shape of `labels`; 0 where the weight is 0, None without a teacher.
     """
 
     loss_sum: torch.Tensor
     weight_sum: torch.Tensor
     is_correct: torch.BoolTensor
+    acceptance: torch.Tensor | None = None
 
 
 def decay_for_block_size(block_size: int) -> float:
@@ -69,30 +73,72 @@ def dflash_loss(
     *,
     chunk_size: int = 512,
     logit_offset: torch.Tensor | None = None,
+    objective: str = "cross_entropy",
+    label_source: str = "data",
+    teacher: Callable[[torch.LongTensor], torch.Tensor] | None = None,
+    d_pace_alpha: float | None = None,
+    active: torch.LongTensor | None = None,
 ) -> DFlashLossOutput:
-    """Weighted cross-entropy of draft hidden states through the target's frozen head.
+    """Weighted loss of draft hidden states through the target's frozen head; by default the paper's.
 
     Only slots with weight are sent through the head, in chunks whose gradient is computed at once, so the logits of
     more than one chunk never exist and no chunk is computed twice.
 
+    The mean to train on is `loss_sum` over `weight_sum`, both summed over the whole optimizer step. `weight_sum` knows
+    the given `weights` only, so with D-PACE, too, it does not depend on the drafter or on how a step is split.
+
     Args:
-        hidden_states (`torch.Tensor`): Shape (..., D).
-        labels (`torch.LongTensor`): Shape (...).
-        weights (`torch.Tensor`): Shape (...); 0 leaves a slot out.
+        hidden_states (`torch.Tensor`): Shape (..., block_size, D).
+        labels (`torch.LongTensor`): Shape (..., block_size).
+        weights (`torch.Tensor`): Same shape; 0 leaves a slot out.
         head: Maps (slots, D) to logits (slots, vocab); differentiable, its own parameters get no gradient.
         chunk_size (`int`): Slots per chunk.
         logit_offset (`torch.Tensor`, *optional*): Added to the logits in the loss but not in `is_correct`, shape
             (vocab,), see [`sample_candidates`].
-    Source: arXiv 2602.06036, section 4.2; compare `reference_dflash.weighted_cross_entropy` in the tests.
+        objective (`str`): "cross_entropy", "kl" or "tv", see [`slot_losses`].
+        label_source (`str`): "data" for `labels`, "target" for the target's most likely tokens.
+        teacher (*optional*): Maps indices into the flattened labels, shape (slots,), to the target's logits for these
+            slots, shape (slots, vocab). Called once per chunk.
+        d_pace_alpha (`float`, *optional*): Multiplies the weights by [`d_pace_weights`] of this smoothing. These stand
+            in for the decay along the block, so give equal `weights`.
+        active (`torch.LongTensor`, *optional*): Indices of the slots with weight in the flattened labels, rising. With
+            it nothing here waits for a GPU; without it they are looked up.
+    Raises:
+        ValueError: If options contradict each other.
+    Source: arXiv 2602.06036, section 4.2; the other objectives' in `objectives.py`.
     """
-    index = weights.flatten().nonzero(as_tuple=True)[0]
-    chosen = hidden_states.flatten(0, -2)[index]
-    loss_sum, is_correct = _ChunkedCrossEntropy.apply(
-        chosen, labels.flatten()[index], weights.flatten()[index], head, chunk_size, logit_offset
+    check_objective(
+        objective, label_source, d_pace_alpha, has_teacher=teacher is not None, is_sampled=logit_offset is not None
     )
-    all_correct = torch.zeros(weights.numel(), dtype=torch.bool, device=weights.device)
-    all_correct[index] = is_correct
-    return DFlashLossOutput(loss_sum, weights.sum(), all_correct.view(weights.shape))
+    if active is None:
+        active = weights.flatten().nonzero(as_tuple=True)[0]
+    chosen, chosen_labels = hidden_states.flatten(0, -2)[active], labels.flatten()[active]
+    if active.shape[0] == 0:  # not every head, quantised ones say, takes an empty batch
+        nothing = torch.zeros_like(weights)
+        loss_sum = chosen.sum().float()  # 0, and it still reaches the graph
+        return DFlashLossOutput(loss_sum, weights.sum(), nothing.bool(), None if teacher is None else nothing)
+    chunk_loss = _ChunkLoss(head, logit_offset, objective, label_source, teacher)
+    parts, gradients = [], []
+    for states, own_labels, index in zip(*(t.split(chunk_size) for t in (chosen, chosen_labels, active)), strict=True):
+        part, gradient = chunk_loss(states, own_labels, index)
+        parts.append(part)
+        gradients.append(gradient)
+    slots = SlotLosses(*(torch.cat(values) for values in zip(*parts, strict=True)))
+
+    def in_blocks(values: torch.Tensor) -> torch.Tensor:
+        every = values.new_zeros(labels.numel())
+        every[active] = values
+        return every.view(labels.shape)
+
+    chosen_weights = weights.flatten()[active]
+    if d_pace_alpha is not None:
+        factors = d_pace_weights(in_blocks(slots.label_probability), weights > 0, d_pace_alpha)
+        chosen_weights = chosen_weights * factors.flatten()[active]
+    loss_sum = (slots.losses * chosen_weights).sum()
+    if gradients[0] is not None:
+        loss_sum = _KnownGradient.apply(chosen, loss_sum, torch.cat(gradients).mul_(chosen_weights[:, None]))
+    acceptance = None if teacher is None else in_blocks(slots.acceptance)
+    return DFlashLossOutput(loss_sum, weights.sum(), in_blocks(slots.is_correct), acceptance)
 
 
 def sample_candidates(
@@ -122,32 +168,45 @@ def sample_candidates(
     return torch.cat([label_ids, negatives]), new_labels, offset
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The head is frozen, so the gradient of the hidden states is all that is needed, and is known in the forward."""
+@dataclass(frozen=True)
+class _ChunkLoss:
+    head: Callable[[torch.Tensor], torch.Tensor]
+    logit_offset: torch.Tensor | None
+    objective: str
+    label_source: str
+    teacher: Callable[[torch.LongTensor], torch.Tensor] | None
+
+    def __call__(
+        self, states: torch.Tensor, labels: torch.LongTensor, index: torch.LongTensor
+    ) -> tuple[SlotLosses, torch.Tensor | None]:
+        """Losses of a chunk and, if anything wants it, their gradient in the states, shape (slots, D).
+
+        The head is frozen, so no other gradient is needed, and this one is known in the forward.
+        """
+        needs_gradient = torch.is_grad_enabled() and states.requires_grad
+        states = states.detach().requires_grad_(needs_gradient)
+        logits = self.head(states)
+        with torch.no_grad():
+            teacher_logits = None if self.teacher is None else self.teacher(index).float()
+            if self.label_source == "target":
+                labels = teacher_logits.argmax(dim=1)
+            slots, logit_gradient = slot_losses(
+                self.objective, logits.detach().float(), labels, teacher_logits, self.logit_offset
+            )
+        if not needs_gradient:
+            return slots, None
+        return slots, torch.autograd.grad(logits, states, logit_gradient.to(logits.dtype))[0]
+
+
+class _KnownGradient(torch.autograd.Function):
+    """A value whose gradient is at hand."""
 
     @staticmethod
-    def forward(ctx, hidden_states, labels, weights, head, chunk_size, logit_offset):
-        needs_gradient = ctx.needs_input_grad[0]
-        gradient = torch.zeros_like(hidden_states)
-        is_correct = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
-        loss_sum = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
-        for start in range(0, labels.shape[0], chunk_size):
-            rows = slice(start, start + chunk_size)
-            with torch.set_grad_enabled(needs_gradient):
-                chunk = hidden_states[rows].detach().requires_grad_(needs_gradient)
-                logits = head(chunk)
-                shifted = logits.float() if logit_offset is None else logits.float() + logit_offset
-                losses = F.cross_entropy(shifted, labels[rows], reduction="none")
-                chunk_loss = (losses * weights[rows]).sum()
-            if needs_gradient:
-                gradient[rows] = torch.autograd.grad(chunk_loss, chunk)[0]
-            loss_sum += chunk_loss.detach()
-            is_correct[rows] = logits.detach().argmax(dim=-1) == labels[rows]
+    def forward(ctx, states, value, gradient):
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(is_correct)
-        return loss_sum, is_correct
+        return value.clone()
 
     @staticmethod
-    def backward(ctx, loss_gradient, _):
+    def backward(ctx, value_gradient):
         (gradient,) = ctx.saved_tensors
-        return loss_gradient * gradient, None, None, None, None, None
+        return value_gradient * gradient, None, None
