@@ -4,16 +4,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from regenerate_material import rows_by_id, save_chat_target
 from tiny_material import make_tokenizer, save_tiny_target
 from transformers import AutoModelForCausalLM
 
+from dflash_hf.trainer import answers as answers_module
 from dflash_hf.trainer import regenerate as regenerate_module
+from dflash_hf.trainer.command_line import parse_options
 from dflash_hf.trainer.data import read_json_lines, write_json_lines
 from dflash_hf.trainer.regenerate import RegenerateOptions, regenerate
 
 NEW_TOKENS = 12
 # Lengths differ, so that batches are padded; two prompts are the same.
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9 w10 w11", "w12 w13", "w4", "w20 w21 w22 w23", "w30 w31 w32 w33 w34"]
+
+OLD_ANSWER = {"role": "assistant", "content": "w77 w78"}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +57,11 @@ def prompt_ids(prompt: str) -> list[int]:
 
 
 def plain_answer(target, prompt: str, end_id: int | None) -> list[int]:
-    input_ids = torch.tensor([prompt_ids(prompt)])
+    return answer_to(target, prompt_ids(prompt), end_id)
+
+
+def answer_to(target, prompt_ids: list[int], end_id: int | None) -> list[int]:
+    input_ids = torch.tensor([prompt_ids])
     sequence = target.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
@@ -61,12 +70,6 @@ def plain_answer(target, prompt: str, end_id: int | None) -> list[int]:
         eos_token_id=end_id,
     )
     return sequence[0, input_ids.shape[1] :].tolist()
-
-
-def rows_by_id(path: str) -> dict[str, dict]:
-    rows = list(read_json_lines(path))
-    assert len({row["id"] for row in rows}) == len(rows)
-    return {row["id"]: row for row in rows}
 
 
 def test_greedy_batched_answers_equal_plain_generate_of_one_prompt(options):
@@ -112,26 +115,26 @@ def test_rows_keep_source_and_id_and_equal_prompts_stay_two_rows(options):
 def test_killed_run_goes_on_without_loss_or_repeats(options, monkeypatch, garbage):
     whole = replace(options, output=options.output + ".whole")
     regenerate(whole)
-    answer_batch = regenerate_module.answer_batch
+    answer_batch = answers_module.answer_batch
     batches = []
 
-    def killed_in_the_second_batch(target, tokenizer, batch, options):
+    def killed_in_the_second_batch(target, tokenizer, batch, decoding):
         batches.append(batch)
-        rows = answer_batch(target, tokenizer, batch, options)
+        answered = answer_batch(target, tokenizer, batch, decoding)
         if len(batches) == 2:
-            yield next(rows)
+            yield answered[0]
             raise KeyboardInterrupt
-        yield from rows
+        yield from answered
 
-    monkeypatch.setattr(regenerate_module, "answer_batch", killed_in_the_second_batch)
+    monkeypatch.setattr(answers_module, "answer_batch", killed_in_the_second_batch)
     with pytest.raises(KeyboardInterrupt):
         regenerate(options)
     finished = list(read_json_lines(options.output))
-    assert 3 <= len(finished) < len(PROMPTS)
+    assert len(finished) == 4
     with open(options.output, "a") as file:
         file.write(garbage)
 
-    monkeypatch.setattr(regenerate_module, "answer_batch", answer_batch)
+    monkeypatch.setattr(answers_module, "answer_batch", answer_batch)
     assert regenerate(options) == len(PROMPTS)
     assert rows_by_id(options.output) == rows_by_id(whole.output)
     assert list(read_json_lines(options.output))[: len(finished)] == finished
@@ -146,7 +149,17 @@ def test_finished_run_is_left_alone_without_loading_the_target(options, monkeypa
 
 
 @pytest.mark.parametrize(
-    "changed", [{"max_new_tokens": 5}, {"temperature": 1.0}, {"dtype": "bfloat16"}, {"num_shards": 2}, {"seed": 1}]
+    "changed",
+    [
+        {"max_new_tokens": 5},
+        {"temperature": 1.0},
+        {"dtype": "bfloat16"},
+        {"num_shards": 2},
+        {"seed": 1},
+        {"enable_thinking": False},
+        {"multi_turn": True},
+        {"target_revision": "main"},
+    ],
 )
 def test_other_settings_than_the_first_runs_are_refused(options, changed):
     regenerate(options)
@@ -195,12 +208,106 @@ def test_sampled_answers_repeat_with_the_seed_and_differ_without(options):
     assert answers[0].keys() == answers[2].keys()
 
 
-@pytest.mark.parametrize("messages", [[], [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]])
-def test_prompt_that_does_not_end_with_a_user_turn_is_refused(options, tmp_path, messages):
-    path = tmp_path / "bad.jsonl"
-    write_json_lines(path, [{"messages": [{"role": "user", "content": "w1"}]}, {"messages": messages}])
-    with pytest.raises(ValueError, match=r"bad\.jsonl, row 1: `messages` must end with a user turn"):
-        regenerate(replace(options, prompts=str(path)))
+def test_settings_of_a_run_without_rows_are_forgotten(options):
+    with pytest.raises(ValueError, match="3"):
+        regenerate(replace(options, max_prompt_length=3, max_prompts=3))
+    assert regenerate(options) == len(PROMPTS)
+
+
+def test_bad_rows_are_counted_and_named_and_the_others_answered(options, tmp_path, capsys):
+    path = tmp_path / "some_bad.jsonl"
+    bad = [
+        {"messages": []},
+        {"text": "w1"},
+        {"messages": [{"role": "alien", "content": "w1"}]},
+        "w1",
+        {"prompt": None},
+    ]
+    write_json_lines(path, [{"prompt": "w1"}, *bad, {"prompt": "w2"}])
+    assert regenerate(replace(options, prompts=str(path))) == 2
+    printed = capsys.readouterr().out
+    assert f"5 rows of {path} cannot be answered, the first: row 1: nothing to answer" in printed
+    assert "row 2: unknown format" in printed and "row 3: unknown role: 'alien'" in printed and "row 4" not in printed
+    write_json_lines(path, bad)
+    with pytest.raises(ValueError, match="No answer was written.* 5 rows of .* cannot be answered"):
+        regenerate(replace(options, prompts=str(path), output=options.output + ".2"))
+    write_json_lines(path, [])
+    with pytest.raises(ValueError, match="No answer was written.*has no rows"):
+        regenerate(replace(options, prompts=str(path), output=options.output + ".3"))
+
+
+def test_progress_shows_rate_and_truncated_answers(options, capsys):
+    regenerate(replace(options, max_prompts=2))
+    num_truncated = sum(row["finish_reason"] == "length" for row in rows_by_id(options.output).values())
+    assert f"truncated={num_truncated}" in capsys.readouterr().err
+    regenerate(options)
+    progress = capsys.readouterr().err
+    assert "2/7" in progress and "7/7" in progress and "tokens/s=" in progress  # goes on where the first run ended
+
+
+def test_multi_turn_rows_hold_every_answer_of_the_target(options, tmp_path):
+    """Token by token: each supervised part is the target's greedy answer to all ids before it."""
+    path = tmp_path / "chats.jsonl"
+    users = [[PROMPTS[0], "w2 w3", "w4"], ["w5"], [PROMPTS[0], "w8"], ["w9", "w10"]]
+    chats = [[turn for text in chat for turn in ({"role": "user", "content": text}, OLD_ANSWER)] for chat in users]
+    write_json_lines(path, [{"messages": chat} for chat in chats])
+    folder = save_chat_target(options.target, tmp_path / "target")
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    end_id = target.generation_config.eos_token_id
+    assert regenerate(replace(options, prompts=str(path), target=folder, multi_turn=True)) == 4
+    num_answers = []
+    for row in rows_by_id(options.output).values():
+        ids, mask = row["input_ids"], row["loss_mask"]
+        assert len(ids) == len(mask) and mask[-1] == 1 and mask.index(1) == row["prompt_length"]
+        starts = [i for i in range(1, len(ids)) if mask[i] and not mask[i - 1]]
+        num_answers.append(len(starts))
+        for start in starts:
+            end = next((i for i in range(start, len(ids)) if not mask[i]), len(ids))
+            assert ids[start:end] == answer_to(target, ids[:start], end_id)
+            assert (ids[end - 1] == end_id) or end == len(ids)
+        assert row["finish_reason"] == ("stop" if ids[-1] == end_id else "length")
+    assert max(num_answers) > 1
+
+
+def test_thinking_is_given_to_the_template_and_kept_in_row_and_settings(options, tmp_path, caplog):
+    folder = save_chat_target(options.target, tmp_path / "target", think="{% if enable_thinking %}w80 {% endif %}")
+    for enable_thinking in (None, True, False):
+        output = f"{options.output}.{enable_thinking}"
+        regenerate(replace(options, target=folder, output=output, enable_thinking=enable_thinking))
+        for row in rows_by_id(output).values():
+            prompt = make_tokenizer().decode(row["input_ids"][: row["prompt_length"]])
+            assert prompt.endswith("assistant w80" if enable_thinking else "assistant")
+            assert row.get("enable_thinking", "absent") == ("absent" if enable_thinking is None else enable_thinking)
+        settings = json.loads(Path(output + ".settings.json").read_text())
+        assert settings["enable_thinking"] is enable_thinking
+    assert "enable_thinking" not in caplog.text
+    regenerate(replace(options, enable_thinking=True))
+    assert caplog.text.count("`enable_thinking`") == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"temperature": -1.0}, "`temperature` -1.0"),
+        ({"temperature": 1.0, "top_p": 0.0}, "`top_p` 0.0"),
+        ({"top_k": 20}, "`top_p` and `top_k` need a `temperature` above 0"),
+        ({"concurrency": 0}, "`concurrency` must be at least 1, got 0"),
+        ({"shard": 2, "num_shards": 2}, "`shard` must be 0 to `num_shards` - 1 = 1, got 2"),
+        ({"retokenize": True}, "`server_model` and `retokenize` need `server`"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        RegenerateOptions(prompts="p", output="o", **wrong)
+
+
+def test_flags_and_their_defaults():
+    assert parse_options(RegenerateOptions, arguments=["--prompts", "p", "--output", "o"]) == [
+        RegenerateOptions(prompts="p", output="o")
+    ]
+    words = "--prompts p --output o --enable_thinking false --server http://a/v1 --server_api sglang --multi_turn true"
+    (options,) = parse_options(RegenerateOptions, arguments=words.split())
+    assert (options.enable_thinking, options.server_api, options.multi_turn) == (False, "sglang", True)
 
 
 def test_tokenizer_without_a_padding_token_will_do(options, tmp_path):
