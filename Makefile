@@ -54,7 +54,7 @@ demo-train: setup
 	  $(REGENERATE) --shard 1 --output $(RUNS)/answers.1.jsonl && wait $$first
 	$(BIN)/torchrun --standalone --nproc_per_node 2 -m dflash_hf.trainer.train \
 	  --config hub_configs/smollm2-135m-instruct.train.yaml --max_steps 600 \
-	  --train_files $(RUNS)/answers.0.jsonl $(RUNS)/answers.1.jsonl \
+	  --train_data $(RUNS)/answers.0.jsonl $(RUNS)/answers.1.jsonl \
 	  --cache_features $(RUNS)/demo-features --output_dir $(RUNS)/demo
 	$(BIN)/dflash-eval --drafter $(RUNS)/demo/drafter --per_kind 4 --output $(RUNS)/demo/eval.json
 

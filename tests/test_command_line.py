@@ -112,13 +112,13 @@ def test_no_words_are_an_empty_list():
 
 def test_training_recipe_takes_options_and_training_arguments_from_one_file(yaml_file, tmp_path):
     path = yaml_file(
-        f"train_files: [a.jsonl, b.jsonl]\ndrafter_config: tiny\nlearning_rate: 2e-3\nuse_cpu: true\n"
+        f"train_data: [a.jsonl, b.jsonl]\ndrafter_config: tiny\nlearning_rate: 2e-3\nuse_cpu: true\n"
         f"output_dir: {tmp_path}\nmax_steps: 7\nreport_to: none\nnum_anchors: 3\n"
     )
     options, args = parse_options(
         TrainOptions, DFlashTrainingArguments, arguments=["--config", path, "--max_steps", "9"]
     )
-    assert options.train_files == ["a.jsonl", "b.jsonl"] and options.drafter_config == "tiny"
+    assert options.train_data == ["a.jsonl", "b.jsonl"] and options.drafter_config == "tiny"
     assert (args.learning_rate, args.max_steps, args.num_anchors, args.use_cpu) == (2e-3, 9, 3, True)
     # What the file leaves out keeps the paper's value.
     assert (args.num_train_epochs, args.max_grad_norm, args.weight_decay) == (6, 1.0, 0.0)
