@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import reference_dflash
 import torch
 from conftest import make_tiny_target
 from peft import PeftModel
@@ -253,3 +254,46 @@ def test_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(DFlashTrainingArguments, "n_gpu", 2)
     with pytest.raises(ValueError, match="sees 2 GPUs.*accelerate launch"):
         make_trainer(tmp_path, ROWS)
+
+
+@pytest.mark.parametrize(
+    "options", [{"objective": "kl"}, {"objective": "tv"}, {"label_source": "target"}, {"d_pace_alpha": 0.5}]
+)
+def test_objectives_are_those_of_logits_from_the_targets_own_forward(tmp_path, options):
+    target = make_tiny_target()
+    trainer = make_trainer(tmp_path, ROWS, target=target, **options)
+    packed = PackedRows(TokenRows(ROWS, max_length=64))
+    batch = trainer.data_collator([packed[i] for i in range(len(packed))])
+    states: list[torch.Tensor] = []
+    trainer.model.register_forward_hook(lambda module, args, out: states.append(out.last_hidden_state.detach()))
+    output = trainer.block_loss(trainer.model.train(), batch)
+    teacher_logits = torch.zeros(*batch["labels"].shape, target.config.vocab_size)
+    for row in range(len(packed)):
+        start = 0
+        for document in packed[row]["documents"]:
+            length = len(document["input_ids"])
+            with torch.no_grad():
+                logits = target(torch.tensor([document["input_ids"]])).logits[0]
+            for block, anchor in enumerate((batch["anchors"][row] - start).tolist()):
+                if batch["is_valid"][row, block] and 0 <= anchor < length:
+                    slots = torch.arange(1, 8)
+                    teacher_logits[row, block, slots] = logits[(anchor + slots - 1).clamp(max=length - 1)]
+            start += length
+    loss_sum, weight_sum, hits = reference_dflash.weighted_loss(
+        states[0].view(*batch["labels"].shape, -1),
+        batch["labels"],
+        batch["weights"],
+        target.get_output_embeddings(),
+        teacher_logits=teacher_logits,
+        **options,
+    )
+    torch.testing.assert_close(output.loss_sum, loss_sum, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(output.weight_sum, weight_sum)
+    assert torch.equal(output.is_correct.flatten(), hits)
+
+
+@pytest.mark.parametrize("form", ["sdpa", "eager"])
+def test_attention_forms_give_the_same_update(tmp_path, form):
+    packed = PackedRows(TokenRows(ROWS, max_length=64))
+    blocks = one_step(tmp_path / "a", packed, len(packed))
+    assert_same(blocks, one_step(tmp_path / "b", packed, len(packed), attention=form), 1e-6)

@@ -154,7 +154,7 @@ class _Template:
             return [1] * len(ids)
         mask = list(self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)["assistant_masks"])
         for last in [i for i, (this, behind) in enumerate(itertools.pairwise(mask)) if this and not behind]:
-            if self.is_special(ids[last + 1]) and not self.is_special(ids[last]):
+            if self.is_special(ids[last + 1]):
                 mask[last + 1] = 1
         return mask
 

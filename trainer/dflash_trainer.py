@@ -16,8 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.utils import logging
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target_dflash import check_drafter_fits, draft_logits, embed_tokens, shape_logits
-from dflash_hf.trainer.anchors import row_generator
+from dflash_hf.target_dflash import check_drafter_fits, embed_tokens
 from dflash_hf.trainer.batches import AnchorCollator
 from dflash_hf.trainer.block_attention import attention_implementation
 from dflash_hf.trainer.block_mask import attention_masks, block_positions
@@ -25,20 +24,15 @@ from dflash_hf.trainer.callbacks import AverageUpdater, EpochSetter
 from dflash_hf.trainer.data import StreamedRows, TokenRows
 from dflash_hf.trainer.ema import WeightAverage
 from dflash_hf.trainer.feature_store import FeatureStore
+from dflash_hf.trainer.head_loss import head_loss
 from dflash_hf.trainer.live_tau import decode_live, live_metrics, live_prompts
-from dflash_hf.trainer.loss import (
-    DFlashLossOutput,
-    decay_for_block_size,
-    decay_weights,
-    dflash_loss,
-    sample_candidates,
-)
+from dflash_hf.trainer.loss import DFlashLossOutput, decay_for_block_size, decay_weights
 from dflash_hf.trainer.metrics import BlockMetrics
 from dflash_hf.trainer.optimizers import MuonWithAdamW
 from dflash_hf.trainer.packing import PackedRows, PackedStream
 from dflash_hf.trainer.provenance import run_record, write_json
 from dflash_hf.trainer.stored_features import fill_feature_store, open_feature_store, training_documents
-from dflash_hf.trainer.target_features import TargetFeatures, check_rebuilt_logits, target_logits
+from dflash_hf.trainer.target_features import TargetFeatures, check_rebuilt_logits
 from dflash_hf.trainer.training_args import DFlashTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -217,54 +211,17 @@ class DFlashTrainer(Trainer):
             position_ids=block_positions(anchors, inputs["positions"], config.block_size),
         ).last_hidden_state
         hidden_states = hidden_states.unflatten(1, anchors.shape[1:] + (-1,))
-        return self._head_loss(hidden_states, inputs, config, final_hidden)
-
-    def _head_loss(
-        self,
-        hidden_states: torch.Tensor,
-        inputs: dict[str, torch.Tensor],
-        config: Any,
-        final_hidden: torch.Tensor | None,
-    ) -> DFlashLossOutput:
-        labels, weights = inputs["labels"], inputs["weights"]
-        options = {"chunk_size": self.args.head_chunk_size, "active": inputs["active"]}
-        if self.args.sampled_negatives is None or not self.model.training:
-            return dflash_loss(
-                hidden_states,
-                labels,
-                weights,
-                lambda chunk: draft_logits(self.target_model, chunk, config),
-                objective=self.args.objective,
-                label_source=self.args.label_source,
-                teacher=None if final_hidden is None else self._teacher(final_hidden, inputs["anchors"], labels),
-                d_pace_alpha=self.args.d_pace_alpha,
-                **options,
-            )
-        head = self.target_model.get_output_embeddings()
-        generator = row_generator(self.args.seed, self.state.global_step, self.args.process_index)
-        candidates, new_labels, offset = sample_candidates(
-            labels, head.weight.shape[0], self.args.sampled_negatives, generator=generator
-        )
-        rows = head.weight[candidates]
-        return dflash_loss(
+        # Evaluation takes the whole vocabulary, so that its figures compare.
+        is_sampled = self.args.sampled_negatives is not None and model.training
+        return head_loss(
+            self.target_model,
             hidden_states,
-            new_labels,
-            weights,
-            lambda chunk: shape_logits(nn.functional.linear(chunk.to(rows.dtype), rows), config),
-            logit_offset=offset,
-            d_pace_alpha=self.args.d_pace_alpha,
-            **options,
+            inputs,
+            config,
+            self.args,
+            final_hidden=final_hidden,
+            sampling_key=(self.state.global_step, self.args.process_index) if is_sampled else None,
         )
-
-    def _teacher(self, final_hidden: torch.Tensor, anchors: torch.LongTensor, labels: torch.LongTensor) -> Any:
-        """Maps flat slot indices to the target's logits for the token that the slot predicts."""
-        num_tokens, block_size = final_hidden.shape[1], labels.shape[2]
-        # The token at anchor + k is predicted from the hidden state at anchor + k - 1.
-        columns = anchors[:, :, None] + torch.arange(block_size, device=anchors.device) - 1
-        rows = torch.arange(anchors.shape[0], device=anchors.device)[:, None, None] * num_tokens
-        places = (columns.clamp(0, num_tokens - 1) + rows).flatten()
-        flat = final_hidden.flatten(0, 1)
-        return lambda index: target_logits(self.target_model, flat[places[index]])
 
     def _check_leak(self, output: DFlashLossOutput) -> None:
         if not self.model.training or self.state.global_step >= _LEAK_STEPS:
