@@ -119,7 +119,7 @@ def weighted_loss(
         logits = [head(states[block, slot]) for slot in range(block_size)]
         teachers = [None] * block_size
         if teacher_logits is not None:
-            teachers = list(teacher_logits.view(-1, block_size, logits[0].shape[0])[block])
+            teachers = list(teacher_logits.reshape(-1, block_size, logits[0].shape[0])[block])
         own_labels = labels[block].tolist() if label_source == "data" else [int(t.argmax()) for t in teachers]
         probability = [
             float(one.detach().softmax(dim=0)[label]) for one, label in zip(logits, own_labels, strict=True)

@@ -13,6 +13,7 @@ from dflash_hf.trainer.block_mask import (
     block_mask_dense,
     block_mask_flex,
     block_positions,
+    is_flex_fused,
 )
 
 # Overlapping blocks, a block at position 0, one that runs past the end, unused ones; 13 is no multiple of any block.
@@ -140,6 +141,16 @@ def test_flex_attention_without_a_gpu_is_refused_for_training_and_warned_of_othe
     with torch.no_grad(), caplog.at_level("WARNING"):
         attention_masks("flex_attention", tiny_config, ANCHORS, IS_VALID, 13)
     assert "flex_attention is not fused on cpu" in caplog.text
+
+
+def test_flex_attention_is_fused_on_a_gpu_with_a_compiler_only(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(block_mask.importlib.util, "find_spec", lambda name: name)
+    assert is_flex_fused(gpu) and not is_flex_fused(torch.device("cpu"))
+    with compiler_config.patch(disable=True):
+        assert not is_flex_fused(gpu)
+    monkeypatch.setattr(block_mask.importlib.util, "find_spec", lambda name: None)
+    assert not is_flex_fused(gpu)
 
 
 def test_positions_count_text_and_go_on_from_each_anchor():

@@ -167,7 +167,7 @@ def test_checkpoint_says_where_it_came_from(tmp_path):
 def make_lora_trainer(folder, target, rows, drafter=None, **options) -> DFlashTrainer:
     plain = make_trainer(folder, rows, target=target, **options)
     torch.manual_seed(5)
-    model = add_lora(plain.model if drafter is None else drafter, rank=2, alpha=4.0)
+    model = add_lora(plain.model if drafter is None else drafter, rank=2, alpha=4)
     return DFlashTrainer(model, target, plain.args, train_dataset=rows, eval_dataset=rows)
 
 
@@ -211,7 +211,7 @@ def test_lora_resumes_exactly(tmp_path):
 def test_lora_on_a_layer_that_is_not_there_is_refused():
     target = make_tiny_target()
     with pytest.raises(ValueError, match=r"no layers named \['qkv'\]"):
-        add_lora(DFlashDraftModel(make_drafter_config(target)), rank=2, alpha=4.0, modules=["q_proj", "qkv"])
+        add_lora(DFlashDraftModel(make_drafter_config(target)), rank=2, alpha=4, modules=["q_proj", "qkv"])
 
 
 def test_target_with_an_adapter_gives_other_features(tmp_path):

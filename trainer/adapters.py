@@ -9,12 +9,12 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 LORA_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc"]
 
 
-def add_lora(drafter: DFlashDraftModel, *, rank: int, alpha: float, modules: list[str] | None = None) -> Any:
+def add_lora(drafter: DFlashDraftModel, *, rank: int, alpha: int, modules: list[str] | None = None) -> Any:
     """A `PeftModel` around the drafter; only the adapter's weights are trained.
 
     Args:
         rank (`int`): Rank of the adapter's matrices.
-        alpha (`float`): The update is scaled by alpha / rank.
+        alpha (`int`): The update is scaled by alpha / rank.
         modules (`list[str]`, *optional*): Names of the linear layers that get one; default: all of them.
     Raises:
         ImportError: If PEFT is not installed.

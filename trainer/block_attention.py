@@ -1,8 +1,9 @@
 """Attention of many blocks to one context, computing only scores that the rule of `block_layout` lets through.
 
-A dense mask makes every slot score every slot of every block: with N blocks work and memory grows with N squared.
-Here a slot scores its own block and the context columns that its piece of blocks sees. Scores exist for one piece at a
-time and are computed again in the backward, so nothing of their size is kept. Plain matrix products, on every device.
+A dense mask makes every slot score every slot of every block: with N blocks that work and memory grows with N squared.
+Here a slot scores its own block and the context columns that its piece of blocks sees. Scores exist for one piece at
+a time and are computed again in the backward, so that nothing of their size is kept. Plain matrix products, so it runs
+on every device.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dflash_hf.trainer.block_mask import ATTENTION_FORMS, BlockLayout
+from dflash_hf.trainer.block_mask import BlockLayout, check_attention_form
 
 # The name must not contain "flash", which makes Transformers look for a kernel of that name.
 BLOCK_ATTENTION = "block_context_attention"
@@ -31,8 +32,7 @@ def attention_implementation(form: str) -> str:
     Args:
         form (`str`): "blocks" (this file), or Transformers' "sdpa", "eager" or "flex_attention".
     """
-    if form not in ATTENTION_FORMS:
-        raise ValueError(f"`attention` is {form!r}; choose one of {ATTENTION_FORMS}.")
+    check_attention_form(form)
     return BLOCK_ATTENTION if form == "blocks" else form
 
 
@@ -79,17 +79,19 @@ AttentionInterface.register(BLOCK_ATTENTION, block_attention)
 class _BlockAttention(torch.autograd.Function):
     """Piece by piece in both directions; only arguments and output are kept in between.
 
-    Shapes of a piece: R rows, H key-value heads, G query heads of each, C blocks of S slots, T visible columns.
+    Shapes in a piece: R rows, H key-value heads with G query heads each, C blocks of S slots, T context columns.
     """
 
     @staticmethod
     def forward(ctx, query, key, value, layout, scaling):
         batch, heads, num_slots, head_dim = query.shape
+        key_heads = key.shape[1]
         output = query.new_empty(batch, num_slots, heads, head_dim)
         for piece in _pieces(layout, heads):
             keys, values = _at_keys(key, layout, piece), _at_keys(value, layout, piece)
-            weights = _weights(_at_slots(query.transpose(1, 2), layout, key, piece) * scaling, keys, layout, piece)
-            _at_slots(output, layout, key, piece).copy_(_combine(weights.to(query.dtype), *values))
+            slots = _at_slots(query.transpose(1, 2), key_heads, layout, piece) * scaling
+            weights = _weights(slots, keys, layout, piece)
+            _at_slots(output, key_heads, layout, piece).copy_(_combine(weights.to(query.dtype), *values))
         ctx.save_for_backward(query, key, value, output)
         ctx.layout, ctx.scaling = layout, scaling
         return output
@@ -98,31 +100,24 @@ class _BlockAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, output_gradient):
         query, key, value, output = ctx.saved_tensors
-        layout, scaling = ctx.layout, ctx.scaling
+        layout, scaling, key_heads = ctx.layout, ctx.scaling, key.shape[1]
         query_gradient = torch.empty_like(query)
-        # Many pieces add to the same columns.
+        # Exact, because many pieces add to the same columns.
         key_gradient, value_gradient = (
-            torch.zeros(key.shape, dtype=_exact(key.dtype), device=key.device) for _ in range(2)
+            torch.zeros_like(tensor, dtype=_exact(tensor.dtype)) for tensor in (key, value)
         )
         for piece in _pieces(layout, query.shape[1]):
             keys, values = _at_keys(key, layout, piece), _at_keys(value, layout, piece)
-            slots, slot_outputs, slot_gradients = (
-                _at_slots(tensor, layout, key, piece) for tensor in (query.transpose(1, 2), output, output_gradient)
-            )
-            slots = slots * scaling
+            slots = _at_slots(query.transpose(1, 2), key_heads, layout, piece) * scaling
+            slot_outputs = _at_slots(output, key_heads, layout, piece)
+            gradients = _at_slots(output_gradient, key_heads, layout, piece)
             weights = _weights(slots, keys, layout, piece)
-            mean = (slot_gradients.to(weights.dtype) * slot_outputs).sum(dim=-1, keepdim=True)
-            score_gradients = _scores(slot_gradients, *values).to(weights.dtype).sub_(mean).mul_(weights)
-            score_gradients, weights = score_gradients.to(query.dtype), weights.to(query.dtype)
-            _at_slots(query_gradient.transpose(1, 2), layout, key, piece).copy_(
-                _combine(score_gradients, *keys) * scaling
-            )
-            for gradient, at_slots, factor in (
-                (key_gradient, slots, score_gradients),
-                (value_gradient, slot_gradients, weights),
-            ):
-                for target, part in zip(_at_keys(gradient, layout, piece), _spread(factor, at_slots), strict=True):
-                    target += part
+            mean = (gradients.to(weights.dtype) * slot_outputs).sum(dim=-1, keepdim=True)
+            score_gradients = _scores(gradients, *values).to(weights.dtype).sub_(mean).mul_(weights).to(query.dtype)
+            slot_gradients = _combine(score_gradients, *keys) * scaling
+            _at_slots(query_gradient.transpose(1, 2), key_heads, layout, piece).copy_(slot_gradients)
+            _add(_at_keys(key_gradient, layout, piece), _spread(score_gradients, slots))
+            _add(_at_keys(value_gradient, layout, piece), _spread(weights.to(query.dtype), gradients))
         return query_gradient, key_gradient.to(key.dtype), value_gradient.to(value.dtype), None, None
 
 
@@ -158,9 +153,9 @@ def _wide_pieces(layout: BlockLayout, heads: int) -> Iterator[_Piece]:
         yield _Piece(slice(0, batch), slice(first, first + step), slice(0, layout.context_length))
 
 
-def _at_slots(tensor: torch.Tensor, layout: BlockLayout, key: torch.Tensor, piece: _Piece) -> torch.Tensor:
+def _at_slots(tensor: torch.Tensor, key_heads: int, layout: BlockLayout, piece: _Piece) -> torch.Tensor:
     """View of shape (R, H, G, C, S, head_dim) into a tensor of shape (batch, N * block_size, heads, head_dim)."""
-    blocks = tensor.unflatten(1, (-1, layout.block_size)).unflatten(3, (key.shape[1], -1))
+    blocks = tensor.unflatten(1, (-1, layout.block_size)).unflatten(3, (key_heads, -1))
     return blocks[piece.rows, piece.blocks].permute(0, 3, 4, 1, 2, 5)
 
 
@@ -206,6 +201,11 @@ def _spread(weights: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, t
     num_columns = weights.shape[-1] - weights.shape[-2]
     context = weights[..., :num_columns].flatten(2, 4).transpose(-1, -2) @ slots.flatten(2, 4)
     return context, (weights[..., num_columns:].transpose(-1, -2) @ slots).sum(dim=2)
+
+
+def _add(sums: tuple[torch.Tensor, torch.Tensor], parts: tuple[torch.Tensor, torch.Tensor]) -> None:
+    for total, part in zip(sums, parts, strict=True):
+        total += part
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

@@ -124,7 +124,7 @@ def block_mask_flex(layout: BlockLayout) -> BlockMask:
     Returns:
         [`BlockMask`] for N * block_size queries and context_length + N * block_size keys, context first.
     """
-    batch, num_blocks, block_size = layout.context_starts.shape
+    batch_size, num_blocks, block_size = layout.context_starts.shape
     num_slots = num_blocks * block_size
     device = layout.context_starts.device
     context_starts = layout.context_starts.flatten(1)
@@ -138,7 +138,13 @@ def block_mask_flex(layout: BlockLayout) -> BlockMask:
         return in_context | ((key >= own_starts[query]) & (key < own_ends[query]))
 
     create = _compiled_create_block_mask() if is_flex_fused(device) else create_block_mask
-    return create(is_visible, batch, None, num_slots, layout.context_length + num_slots, device=device)
+    return create(is_visible, batch_size, None, num_slots, layout.context_length + num_slots, device=device)
+
+
+def check_attention_form(form: str) -> None:
+    """Raises a `ValueError` if there is no such form of attention."""
+    if form not in ATTENTION_FORMS:
+        raise ValueError(f"`attention` is {form!r}; choose one of {ATTENTION_FORMS}.")
 
 
 def is_flex_fused(device: torch.device) -> bool:
@@ -168,8 +174,9 @@ def attention_masks(
         A mask per layer type: a [`BlockLayout`]; a bool mask of shape (batch, 1, N * block_size, keys), or an additive
         one; or a [`BlockMask`].
     Raises:
-        ValueError: If flex_attention is to train where PyTorch has no backward of it.
+        ValueError: If the form is unknown, or flex_attention is to train where PyTorch has no backward of it.
     """
+    check_attention_form(form)
     if form == "flex_attention":
         _check_flex(anchors.device)
     masks: dict[str, Any] = {}
@@ -183,7 +190,7 @@ def attention_masks(
             sliding_window=config.sliding_window if layer_type == "sliding_attention" else None,
             is_causal=config.layer_is_causal(config.layer_types.index(layer_type)),
         )
-        masks[layer_type] = _FORMS[form](layout, dtype)
+        masks[layer_type] = _mask_of_form(form, layout, dtype)
     return masks
 
 
@@ -215,19 +222,16 @@ def _dense_mask(layout: BlockLayout) -> torch.BoolTensor:
     )
 
 
-def _additive_mask(layout: BlockLayout, dtype: torch.dtype) -> torch.Tensor:
+def _mask_of_form(form: str, layout: BlockLayout, dtype: torch.dtype) -> Any:
+    if form == "blocks":
+        return layout
+    if form == "flex_attention":
+        return block_mask_flex(layout)
     is_visible = _dense_mask(layout)[:, None]
-    return torch.zeros(is_visible.shape, dtype=dtype, device=is_visible.device).masked_fill_(
-        ~is_visible, torch.finfo(dtype).min
-    )
-
-
-_FORMS: dict[str, Callable[[BlockLayout, torch.dtype], Any]] = {
-    "blocks": lambda layout, dtype: layout,
-    "sdpa": lambda layout, dtype: _dense_mask(layout)[:, None],
-    "eager": _additive_mask,
-    "flex_attention": lambda layout, dtype: block_mask_flex(layout),
-}
+    if form == "sdpa":
+        return is_visible
+    additive = torch.zeros(is_visible.shape, dtype=dtype, device=is_visible.device)
+    return additive.masked_fill_(~is_visible, torch.finfo(dtype).min)
 
 
 @functools.cache
@@ -244,6 +248,6 @@ def _check_flex(device: torch.device) -> None:
             "Train with `attention` 'blocks', which computes the same."
         )
     logger.warning_once(
-        f"flex_attention is not fused on {device.type} (it needs a GPU, Triton and torch.compile): it will compute "
-        "all scores of all blocks. Prefer `attention` 'blocks'."
+        f"flex_attention is not fused on {device.type}, because that takes a GPU, Triton and torch.compile: it will "
+        "compute all scores of all blocks. Prefer `attention` 'blocks'."
     )

@@ -37,6 +37,7 @@ def training_card(options: Any, trainer: Any, loaded: Any, results: dict[str, fl
     target = f"`{base_model}`" + (f" with adapter `{options.target_adapter}`" if options.target_adapter else "")
     return {
         "base_model": base_model,
+        "target_revision": options.target_revision or "not recorded",
         "license": getattr(config, "license", None) or "other",
         "description": f"A draft model for {target}, trained with `dflash-hf`.",
         "data": f"{rows} from {', '.join(f'`{source}`' for source in options.train_data)}; chat template mode: "

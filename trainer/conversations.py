@@ -162,9 +162,8 @@ class _Template:
         return self.tokenizer.decode([token], skip_special_tokens=True) != self.tokenizer.decode([token])
 
     def _apply(self, messages: Messages, **arguments: Any) -> Any:
-        turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in messages]
         try:
-            return self.tokenizer.apply_chat_template(turns, tools=self.tools, **self.options, **arguments)
+            return self.tokenizer.apply_chat_template(list(messages), tools=self.tools, **self.options, **arguments)
         except (TemplateError, TypeError, ValueError) as error:
             raise BadRow("refused by the chat template", f"{type(error).__name__}: {error}") from error
 
@@ -172,7 +171,11 @@ class _Template:
 def _answer_span(
     messages: Messages, turn: int, full: _Rendering, written: Sequence[int], template: _Template
 ) -> tuple[int, int]:
-    """First token that the target writes in an assistant turn, and the one behind the last."""
+    """First token that the target writes in an assistant turn, and the one behind the last, if the row holds both.
+
+    Raises:
+        BadRow: If the turn cannot be supervised.
+    """
     if messages[turn].get("weight", 1) == 0:
         raise BadRow("weight 0", "no other assistant turn of the row can be supervised")
     if turn == 0:
@@ -183,17 +186,19 @@ def _answer_span(
         raise BadRow("unstable template", f"the answer does not follow the generation prompt {prompt.text[-60:]!r}")
     start = len(prompt.ids)
     if answered.ids[:start] != prompt.ids:
-        token = next(new for new, old in zip(answered.ids, prompt.ids, strict=False) if new != old)
-        token_text = template.tokenizer.decode([token])
-        raise BadRow("token across the border", f"{token_text!r} holds the prompt's end and the answer's beginning")
+        pairs = zip(answered.ids, prompt.ids, strict=False)
+        token = next((new for new, old in pairs if new != old), answered.ids[-1])
+        raise BadRow(
+            "token across the border",
+            f"the prompt ends with the token {template.tokenizer.decode([token])!r} only where the answer follows it",
+        )
     end = _end_of_turn(answered.ids, start, template)
     if full.ids[:end] != answered.ids[:end]:
         raise BadRow("unstable template", f"turn {turn} is rendered otherwise once other turns follow")
-    first = next((position for position in range(start, end) if written[position]), None)
-    if first is None:
+    if not any(written[start:end]):
         raise BadRow("no generation tag", f"the chat template's generation tags leave out turn {turn}")
     _check_answer(messages[turn], answered.text[len(prompt.text) :])
-    return first, end
+    return start, end
 
 
 def _end_of_turn(ids: Sequence[int], start: int, template: _Template) -> int:

@@ -3,6 +3,7 @@
 import copy
 import math
 import os
+import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,18 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
+from huggingface_hub import HfApi
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.utils import logging
 
+from dflash_hf.hub_configs.card import render_card
+from dflash_hf.hub_configs.folder import build_hub_folder
+from dflash_hf.hub_configs.push import push_drafter
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_dflash import check_drafter_fits, embed_tokens
+from dflash_hf.trainer.adapters import merged_drafter
 from dflash_hf.trainer.batches import AnchorCollator
 from dflash_hf.trainer.block_attention import attention_implementation
 from dflash_hf.trainer.block_mask import attention_masks, block_positions
@@ -56,6 +62,7 @@ class DFlashTrainer(Trainer):
         processing_class ([`PreTrainedTokenizerBase`], *optional*): The target's tokenizer; its special ids are checked
             against the mask token.
         provenance (`dict`, *optional*): Facts for `run.json` in every checkpoint.
+        card (`dict`, *optional*): Values of the model card, see [`build_hub_folder`]; `push_to_hub` needs them.
         kwargs: Other arguments of [`Trainer`].
     Raises:
         ValueError: If drafter and target do not fit, the mask token is a special token, or nothing is supervised.
@@ -70,12 +77,16 @@ class DFlashTrainer(Trainer):
         eval_dataset: Any | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         provenance: dict[str, Any] | None = None,
+        card: dict[str, Any] | None = None,
         **kwargs,
     ):
         drafter = _drafter(model)
         config = drafter.config
         check_drafter_fits(config, target_model)
         _check_mask_token(config.mask_token_id, processing_class)
+        self.card = card
+        if args.push_to_hub and card is not None:
+            render_card(config, card)  # a missing value should not come up after the training
         if args.n_gpu > 1:
             raise ValueError(
                 f"One process sees {args.n_gpu} GPUs, which Trainer would use by splitting batches. Start one process "
@@ -212,7 +223,6 @@ class DFlashTrainer(Trainer):
         ).last_hidden_state
         hidden_states = hidden_states.unflatten(1, anchors.shape[1:] + (-1,))
         # Evaluation takes the whole vocabulary, so that its figures compare.
-        is_sampled = self.args.sampled_negatives is not None and model.training
         return head_loss(
             self.target_model,
             hidden_states,
@@ -220,7 +230,7 @@ class DFlashTrainer(Trainer):
             config,
             self.args,
             final_hidden=final_hidden,
-            sampling_key=(self.state.global_step, self.args.process_index) if is_sampled else None,
+            sampling_key=(self.state.global_step, self.args.process_index) if model.training else None,
         )
 
     def _check_leak(self, output: DFlashLossOutput) -> None:
@@ -322,7 +332,8 @@ class DFlashTrainer(Trainer):
 
     def create_optimizer(self, *args, **kwargs) -> torch.optim.Optimizer:
         """As [`Trainer.create_optimizer`], or [`MuonWithAdamW`] if `args.matrix_optimizer` says so."""
-        if self.optimizer is None and self.args.matrix_optimizer == "muon":
+        optimizer: torch.optim.Optimizer | None = getattr(self, "optimizer", None)
+        if optimizer is None and self.args.matrix_optimizer == "muon":
             if self.is_fsdp_enabled:
                 raise ValueError("Muon needs whole matrices, and FSDP cuts them apart; leave one of them out.")
             self.optimizer = MuonWithAdamW(
@@ -355,6 +366,43 @@ class DFlashTrainer(Trainer):
             with self.weight_average.applied_to(self.model):
                 self.accelerator.unwrap_model(self.model).save_pretrained(folder / "average")
         write_json(folder / "run.json", {**self.provenance, "step": self.state.global_step, "epoch": self.state.epoch})
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Only notes the repository's name: the push makes it, private unless `hub_private_repo` is False."""
+        self.hub_model_id = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+        self.push_in_progress = None
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs,
+    ) -> Any:
+        """Uploads the drafter as [`push_drafter`] does: a folder that loads, with its card, and nothing else.
+
+        Raises:
+            ValueError: If the trainer was made without a `card`.
+        """
+        drafter = self.shipped_drafter()  # every process helps to gather it
+        if not self.is_world_process_zero():
+            return None
+        if self.card is None:
+            raise ValueError("`push_to_hub` needs a model card: give `card` to the trainer, see `build_hub_folder`.")
+        if self.hub_model_id is None:
+            self.init_hf_repo()
+        with tempfile.TemporaryDirectory() as parent:
+            folder = build_hub_folder(merged_drafter(copy.deepcopy(drafter)), Path(parent) / "drafter", card=self.card)
+            return push_drafter(
+                folder,
+                self.hub_model_id,
+                yes=True,
+                message=commit_message or "End of training",
+                private=self.args.hub_private_repo is not False,
+                branch=revision or self.args.hub_revision,
+                api=HfApi(token=token or self.args.hub_token),
+            )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -32,8 +32,8 @@ def head_loss(
         config ([`DFlashConfig`]): The drafter's config.
         final_hidden (`torch.Tensor`, *optional*): The target's last hidden states, shape (batch, tokens, D), for
             objectives that read its logits.
-        sampling_key (`tuple[int, int]`, *optional*): Step and process, which seed the sampled softmax; None takes the
-            whole vocabulary.
+        sampling_key (`tuple[int, int]`, *optional*): Step and process, which seed the sampled softmax of
+            `args.sampled_negatives`; None takes the whole vocabulary.
     """
     labels, weights = inputs["labels"], inputs["weights"]
     options = {
@@ -41,7 +41,7 @@ def head_loss(
         "active": inputs["active"],
         "d_pace_alpha": args.d_pace_alpha,
     }
-    if sampling_key is None:
+    if sampling_key is None or args.sampled_negatives is None:
         return dflash_loss(
             hidden_states,
             labels,

@@ -188,7 +188,7 @@ class _ChunkLoss:
         logits = self.head(states)
         with torch.no_grad():
             teacher_logits = None if self.teacher is None else self.teacher(index).float()
-            if self.label_source == "target":
+            if self.label_source == "target" and teacher_logits is not None:
                 labels = teacher_logits.argmax(dim=1)
             slots, logit_gradient = slot_losses(
                 self.objective, logits.detach().float(), labels, teacher_logits, self.logit_offset

@@ -109,17 +109,18 @@ def check_objective(
         raise ValueError(f"`label_source` is {label_source!r}; choose one of {LABEL_SOURCES}.")
     if d_pace_alpha is not None and not 0 < d_pace_alpha <= 1:
         raise ValueError(f"`d_pace_alpha` is {d_pace_alpha}; it must be above 0 and at most 1 (paper: 0.5).")
+    wish = None
     if objective != "cross_entropy":
-        asking = f"`objective` {objective!r}"
-    else:
-        asking = f"`label_source` {label_source!r}" if label_source == "target" else "`teacher`"
-    if is_sampled and (has_teacher or asking != "`teacher`"):
+        wish = f"`objective` {objective!r}"
+    elif label_source == "target":
+        wish = "`label_source` 'target'"
+    if is_sampled and (has_teacher or wish is not None):
         raise ValueError(
-            f"{asking} needs the whole vocabulary, but by `logit_offset` the head is cut to sampled candidates. "
-            "Leave one of them out."
+            f"{wish or '`teacher`'} needs the whole vocabulary, but `logit_offset` says that the head is cut to "
+            "sampled candidates. Leave one of them out."
         )
-    if asking != "`teacher`" and not has_teacher:
-        raise ValueError(f"{asking} needs the target's logits: pass `teacher`.")
+    if wish is not None and not has_teacher:
+        raise ValueError(f"{wish} needs the target's logits: pass `teacher`.")
 
 
 def _softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

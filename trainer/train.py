@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import HfApi
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -16,6 +17,7 @@ from transformers.utils import logging
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.hub_configs import build_hub_folder, load_hub_config
 from dflash_hf.hub_configs.embedded_target import EMBEDDED_TARGET, load_target
+from dflash_hf.hub_configs.push import push_drafter
 from dflash_hf.initialization_dflash import create_drafter
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_dflash import check_drafter_fits
@@ -66,7 +68,7 @@ class TrainOptions:
     )
     init: str = field(default="target", metadata={"help": "Weights of a new drafter: 'target' or 'random'."})
     lora_rank: int | None = field(default=None, metadata={"help": "Train a LoRA adapter of this rank on `drafter`."})
-    lora_alpha: float | None = field(default=None, metadata={"help": "Scale of the adapter; default: twice the rank."})
+    lora_alpha: int | None = field(default=None, metadata={"help": "Scale of the adapter; default: twice the rank."})
     lora_modules: list[str] | None = field(default=None, metadata={"help": "Linear layers with LoRA; default: all."})
     num_threads: int | None = field(default=None, metadata={"help": "CPU threads of torch."})
     plan: bool = field(default=False, metadata={"help": "Print what the run would take, and stop."})
@@ -100,7 +102,7 @@ def train(options: TrainOptions, args: DFlashTrainingArguments) -> Path | None:
     drafter.config.dflash_config["template_mode"] = loaded.template_mode
     model = drafter
     if options.lora_rank is not None:
-        alpha = 2.0 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
+        alpha = 2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
         model = add_lora(drafter, rank=options.lora_rank, alpha=alpha, modules=options.lora_modules)
     trainer = DFlashTrainer(
         model=model,
@@ -138,7 +140,7 @@ def make_drafter(options: TrainOptions, target: PreTrainedModel) -> DFlashDraftM
         check_drafter_fits(drafter.config, target)
         _override(drafter.config, options)
         return drafter
-    config = load_hub_config(options.drafter_config)
+    config = load_hub_config(options.drafter_config or "")
     _override(config, options)
     return create_drafter(target, config, init=options.init)
 
@@ -237,6 +239,16 @@ def _write_folder(
             trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder.with_name("adapter"))
         card = training_card(options, trainer, loaded, results)
         build_hub_folder(merged_drafter(gathered), folder, card=card)
+        if trainer.args.push_to_hub:
+            result = push_drafter(
+                folder,
+                trainer.hub_model_id,
+                yes=True,
+                private=trainer.args.hub_private_repo is not False,
+                branch=trainer.args.hub_revision,
+                api=HfApi(token=trainer.args.hub_token),
+            )
+            print(f"Pushed to {trainer.hub_model_id} at {result.revision}.")
     trainer.accelerator.wait_for_everyone()
     return folder
 

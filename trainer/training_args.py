@@ -30,6 +30,7 @@ class DFlashTrainingArguments(TrainingArguments):
     warmup_steps: float = field(default=0.04, metadata={"help": "Steps, or a share of all steps if below 1."})
     max_grad_norm: float = field(default=1.0, metadata={"help": "Gradient clipping. Paper: 1.0."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay off: rows carry a loss mask."})
+    hub_strategy: str = field(default="end", metadata={"help": "Must stay 'end': the finished drafter is pushed."})
     use_cache: bool = field(
         default=True,
         metadata={"help": "Training uses no cache; True keeps the Trainer from writing False into the config."},
@@ -39,7 +40,7 @@ class DFlashTrainingArguments(TrainingArguments):
         default=None,
         metadata={"help": "Gamma of the loss weights; default by block size as in the paper (16: 7, 10: 5, 8: 4)."},
     )
-    head_chunk_size: int = field(default=512, metadata={"help": "Slots that pass the head together."})
+    head_chunk_size: int = field(default=256, metadata={"help": "Slots that pass the head together."})
     sampled_negatives: int | None = field(
         default=None,
         metadata={
@@ -96,8 +97,8 @@ class DFlashTrainingArguments(TrainingArguments):
 
     def __post_init__(self):
         # Batches hold flat indices and rows of documents, which must not be cut apart along their first dimension.
-        self.accelerator_config = _without_dispatch(self.accelerator_config)
-        if self.ddp_find_unused_parameters is None:
+        self.accelerator_config = _without_dispatch(getattr(self, "accelerator_config", None))
+        if getattr(self, "ddp_find_unused_parameters", None) is None:
             self.ddp_find_unused_parameters = False  # every batch reaches every weight, also one without supervision
         super().__post_init__()
         if self.remove_unused_columns:
@@ -105,6 +106,11 @@ class DFlashTrainingArguments(TrainingArguments):
         if self.dataloader_persistent_workers:
             raise ValueError(
                 "`dataloader_persistent_workers` must be False: workers that outlive an epoch would keep its anchors."
+            )
+        if self.push_to_hub and self.hub_strategy != "end":
+            raise ValueError(
+                f"`hub_strategy` is {self.hub_strategy}; it must be 'end': checkpoints hold pickles and optimizer "
+                "states, which do not belong on the Hub."
             )
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
