@@ -5,6 +5,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
+from .layouts_dflash import read_fields, refuse_other_methods, remove_plain_values, remove_unknown_keys
+
 _SHAPE_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -24,7 +26,8 @@ _DFLASH_FIELDS = (
     "output_multiplier",
     "final_logit_softcapping",
 )
-_DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+# May be passed to `from_pretrained` if the file does not say them, beside shapes and the fields above.
+_OTHER_SUPPLIED_FIELDS = ("block_size", "num_target_layers", "rope_theta", "rope_parameters")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -33,8 +36,9 @@ class DFlashConfig(Qwen3Config):
 
     The file format is z-lab's, which vLLM, SGLang and llama.cpp read: Qwen3 fields and `model_type: "qwen3"`, plus the
     fields below. Both generations of key places are read (`block_size` at the top level or in `dflash_config`;
-    `rope_theta` and `rope_scaling` flat or in `rope_parameters`), one is written. Values that change the maths have no
-    defaults: a missing one raises.
+    `rope_theta` and `rope_scaling` flat or in `rope_parameters`), one is written; [`read_fields`] reads other layouts.
+    Values that change the maths have no defaults: a missing one raises. `from_pretrained(..., rope_theta=...)`
+    supplies one that the file lacks.
 
     Args:
         block_size (`int`): Tokens per block, anchor included; at least 2. A block gives `block_size - 1` proposals.
@@ -74,14 +78,42 @@ class DFlashConfig(Qwen3Config):
     is_causal: bool | None = None
 
     def __post_init__(self, **kwargs):
-        self._refuse_other_methods(kwargs)
+        refuse_other_methods(self.architectures, kwargs, self.dflash_config or {})
         self._gather_dflash_fields(kwargs)
         self._require_shapes()
         self._resolve_layer_types()
         self._require_rope_theta(kwargs)
+        remove_unknown_keys(kwargs)
         self.architectures = ["DFlashDraftModel"]
         super().__post_init__(**kwargs)
         self._check_values()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
+        """As [`PreTrainedConfig.from_pretrained`]; what is wrong with a file is said with its name."""
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{pretrained_model_name_or_path}, config.json: {error}") from error
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
+        """As [`PreTrainedConfig.get_config_dict`], with z-lab's keys and those of `kwargs` that the file lacks."""
+        fields, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if not isinstance(fields, dict) or not fields:
+            raise ValueError("the file is missing, or not the JSON object that a config is.")
+        fields = read_fields(fields) | {"model_type": cls.model_type}
+        for key in (*_SHAPE_FIELDS, *_DFLASH_FIELDS, *_OTHER_SUPPLIED_FIELDS):
+            if key in kwargs:
+                fields[key] = _agreed_value(f"{key} of the file", fields.get(key), f"{key}=...", kwargs.pop(key))
+        return fields, kwargs
+
+    def to_dict(self) -> dict[str, Any]:
+        """As [`PreTrainedConfig.to_dict`], with the block size at both places where programs look for it."""
+        fields = super().to_dict()
+        # llama.cpp's converter takes 16 for a block size that `dflash_config` lacks; others read the top level.
+        fields["dflash_config"] = {**fields["dflash_config"], "block_size": fields["block_size"]}
+        return fields
 
     @property
     def mask_token_id(self) -> int:
@@ -107,53 +139,52 @@ class DFlashConfig(Qwen3Config):
         """Whether slots of a block see only earlier slots in draft layer `layer_idx`."""
         return self.layer_types[layer_idx] == "sliding_attention" if self.is_causal is None else self.is_causal
 
-    def _refuse_other_methods(self, kwargs: dict[str, Any]) -> None:
-        nested = self.dflash_config or {}
-        selector_keys = [key for key in _DFLASH2_FIELDS if key in kwargs or key in nested]
-        if selector_keys or "DFlash2DraftModel" in (self.architectures or []):
-            raise ValueError(
-                f"This is a DFlash 2 drafter (`architectures`: {self.architectures}, keys {selector_keys}), which has "
-                "a convolution and a candidate selector. It is not supported; load a version 1 checkpoint."
-            )
-        for place in (kwargs, nested):
-            if place.get("sample_from_anchor"):
-                raise ValueError(
-                    "`sample_from_anchor` is true: slot 0 of this drafter already predicts. Here slot 0 is the anchor "
-                    "and slot k predicts token anchor + k. Convert or retrain the drafter."
-                )
-
     def _gather_dflash_fields(self, kwargs: dict[str, Any]) -> None:
         nested = dict(self.dflash_config or {})
         for place in (kwargs, nested):
             place.pop("sample_from_anchor", None)
+            remove_plain_values(place, self.vocab_size, self.hidden_size)
         for key in _DFLASH_FIELDS:
             value = _agreed_value(key, kwargs.pop(key, None), f"dflash_config.{key}", nested.pop(key, None))
             if value is not None:
                 nested[key] = value
-        self.block_size = _agreed_value(
-            "block_size", self.block_size, "dflash_config.block_size", nested.pop("block_size", None)
-        )
-        self.is_causal = _agreed_value("is_causal", self.is_causal, "dflash_config.causal", nested.pop("causal", None))
-        self.sliding_window = _agreed_value(
-            "sliding_window", self.sliding_window, "dflash_config.swa_window_size", nested.pop("swa_window_size", None)
-        )
+        for key, other_place in (
+            ("block_size", "block_size"),
+            ("is_causal", "causal"),
+            ("sliding_window", "swa_window_size"),
+        ):
+            value = nested.pop(other_place, None)
+            setattr(self, key, _agreed_value(key, getattr(self, key), f"dflash_config.{other_place}", value))
         if nested.pop("use_swa", False) and "sliding_attention" not in (self.layer_types or []):
-            raise ValueError(
-                "`dflash_config.use_swa` is true but `layer_types` does not say which layers slide. Add it."
-            )
+            # As ModelOpt writes it and vLLM reads it: every layer slides, and no slot is hidden from another.
+            self.layer_types = ["sliding_attention"] * self.num_hidden_layers
+            self.is_causal = False if self.is_causal is None else self.is_causal
         self.dflash_config = nested
-        missing = [key for key in ("mask_token_id", "target_layer_ids") if key not in nested]
+        self._check_dflash_keys()
+
+    def _check_dflash_keys(self) -> None:
+        unknown = sorted(set(self.dflash_config) - {*_DFLASH_FIELDS, "template_mode"})
+        if unknown:
+            raise ValueError(
+                f"`dflash_config` has keys that are unknown here: {unknown}. The drafter may work otherwise than this "
+                "code. Remove them if they change nothing."
+            )
+        missing = [key for key in ("mask_token_id", "target_layer_ids") if key not in self.dflash_config]
         missing += [key for key in ("block_size", "num_target_layers") if getattr(self, key) is None]
         if missing:
             raise ValueError(
                 f"The drafter config lacks {missing} (looked at the top level and in `dflash_config`). They cannot be "
-                "guessed: take them from the drafter's training, or use `create_drafter_config` for a new drafter."
+                f"guessed: take them from the drafter's training and pass them (`from_pretrained(..., {missing[0]}="
+                "...)`), or use `create_drafter_config` for a new drafter."
             )
 
     def _require_shapes(self) -> None:
         missing = [key for key in _SHAPE_FIELDS if not getattr(self, key)]
         if missing:
-            raise ValueError(f"The drafter config lacks {missing}. Copy them from the checkpoint; nothing is assumed.")
+            raise ValueError(
+                f"The drafter config lacks {missing}. Copy them from the checkpoint, or pass them "
+                f"(`from_pretrained(..., {missing[0]}=...)`); nothing is assumed."
+            )
 
     def _resolve_layer_types(self) -> None:
         if self.layer_types is None:
@@ -187,7 +218,8 @@ class DFlashConfig(Qwen3Config):
         if theta is None:
             raise ValueError(
                 "The drafter config has no rope theta (`rope_theta` or `rope_parameters.rope_theta`). Copy the value "
-                "that the drafter was trained with; a wrong one drafts badly without any other sign."
+                "that the drafter was trained with, or pass it (`from_pretrained(..., rope_theta=...)`); a wrong one "
+                "drafts badly without any other sign."
             )
         partial = _agreed_value(
             "partial_rotary_factor",
@@ -285,10 +317,10 @@ def create_drafter_config(
     fields = {
         "vocab_size": text_config.vocab_size,
         "hidden_size": text_config.hidden_size,
-        "intermediate_size": getattr(text_config, "intermediate_size", None),
+        "intermediate_size": _of_all_layers(text_config, "intermediate_size", None),
         "num_attention_heads": num_attention_heads,
-        "num_key_value_heads": getattr(text_config, "num_key_value_heads", None) or num_attention_heads,
-        "head_dim": getattr(text_config, "head_dim", None) or text_config.hidden_size // num_attention_heads,
+        "num_key_value_heads": _of_all_layers(text_config, "num_key_value_heads", num_attention_heads),
+        "head_dim": _of_all_layers(text_config, "head_dim", text_config.hidden_size // num_attention_heads),
         "rms_norm_eps": getattr(text_config, "rms_norm_eps", None) or 1e-6,
         "max_position_embeddings": text_config.max_position_embeddings,
         "rope_theta": None if "rope_parameters" in overrides else _plain_rope_theta(text_config),
@@ -303,7 +335,7 @@ def create_drafter_config(
     if text_config.model_type.startswith("gemma"):
         fields["input_embedding_scale"] = text_config.hidden_size**0.5
     fields.update(overrides)
-    for key in ("intermediate_size", "rope_theta"):
+    for key in ("intermediate_size", "num_key_value_heads", "head_dim", "rope_theta"):
         if fields[key] is None and not (key == "rope_theta" and fields.get("rope_parameters")):
             raise ValueError(
                 f"The target's config ({text_config.model_type}) gives no single `{key}` for a drafter. "
@@ -342,6 +374,14 @@ def _check_mask_token(mask_token_id: int, text_config: PreTrainedConfig, target_
                     f"`mask_token_id` {mask_token_id} is the target's `{name}`. Text contains it, so it cannot mean "
                     "'unknown'. Choose a reserved or unused row of the embedding."
                 )
+
+
+def _of_all_layers(text_config: PreTrainedConfig, key: str, absent: int | None) -> int | None:
+    """The value of `key` in every layer, `absent` if the target has no such key; None if its layers differ."""
+    try:
+        return getattr(text_config, key, None) or absent
+    except RuntimeError:  # Transformers refuses to name one value for Gemma 4 and other mixed models
+        return None
 
 
 def _plain_rope_theta(text_config: PreTrainedConfig) -> float | None:

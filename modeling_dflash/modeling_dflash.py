@@ -22,6 +22,7 @@ from .configuration_dflash import DFlashConfig
 from .custom_generate_dflash import generate as custom_generate
 from .decoding_dflash import decode as decode_with_drafter
 from .generation_dflash import DFlashCandidateGenerator, install_dispatch, spec_generate
+from .layouts_dflash import loading_arguments
 
 
 class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -155,6 +156,8 @@ class DFlashPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+    # Of the model card that `push_to_hub` writes, so that a drafter is found as one.
+    model_tags = ["dflash", "speculative-decoding", "draft-model"]
 
 
 class DFlashDraftModel(DFlashPreTrainedModel):
@@ -170,25 +173,45 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     # Lets generate() recognise a drafter whichever copy of this code built it (the package's or a checkpoint's).
     is_dflash_drafter = True
 
-    def __init__(self, config: DFlashConfig):
+    def __init__(self, config: DFlashConfig, passed_over: tuple[str, ...] = ()):
         super().__init__(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
+        # Patterns of tensors in the checkpoint at hand that are no part of the drafter.
+        self._keys_to_ignore_on_load_unexpected = set(passed_over)
         self.post_init()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info=False, **kwargs):
         """The drafter of a folder or Hub repository; arguments as in [`PreTrainedModel.from_pretrained`].
 
+        Reads z-lab's layout (SpecForge and ModelOpt write it, too), speculators' and Muse Glimmer's, and only
+        safetensors. Code that the repository names is not run. Pin `revision`: published drafters were replaced in
+        place. A value that the config lacks can be passed, such as `num_target_layers=52`.
+
         Raises:
-            ValueError: If the checkpoint lacks tensors of the model, or has others.
+            ValueError: If the checkpoint lacks tensors of the model, has others, or a file of it is cut off.
         """
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
-        )
+        layout_arguments = {}
+        if pretrained_model_name_or_path is not None and kwargs.get("config") is None:
+            layout_arguments = loading_arguments(pretrained_model_name_or_path, kwargs)
+        kwargs = {"use_safetensors": True} | kwargs | layout_arguments
+        kwargs["ignore_mismatched_sizes"] = True  # they raise below, with their names
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+            )
+        except Exception as error:
+            # By its name, because files that travel import only torch and transformers.
+            if type(error).__name__ != "SafetensorError":
+                raise
+            raise ValueError(
+                f"{pretrained_model_name_or_path} has a broken safetensors file ({error}). Fetch it again; perhaps a "
+                "download was cut off."
+            ) from error
         problems = {
             name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")
         }
@@ -198,6 +221,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 f"{pretrained_model_name_or_path} is not a complete checkpoint of this drafter: {problems}. "
                 "A drafter with random or dropped weights would draft badly without any other sign."
             )
+        if "key_mapping" in layout_arguments:
+            del model._weight_conversions  # it is saved under our names
         return (model, info) if output_loading_info else model
 
     def forward(
@@ -245,6 +270,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             )
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
+    def get_input_embeddings(self) -> None:
+        """None: embedding and head are the target's. FSDP2 asks, and the base class would raise."""
+        return None
+
     def generate(self, *args, **kwargs):
         """Explains that a drafter does not generate by itself."""
         raise TypeError(
@@ -258,10 +287,13 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         """Saves as [`PreTrainedModel.save_pretrained`] does, with a `custom_generate/generate.py`."""
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
-            folder = Path(save_directory) / "custom_generate"
-            folder.mkdir(exist_ok=True)
-            source = Path(custom_generate.__code__.co_filename).read_text(encoding="utf-8")
-            (folder / "generate.py").write_text(source, encoding="utf-8")
+            _write_custom_generate(save_directory)
+
+    def _upload_modified_files(self, working_dir, repo_id, files_timestamps, **kwargs):
+        # `save_pretrained(push_to_hub=True)` uploads before it returns to us.
+        _write_custom_generate(working_dir)
+        files_timestamps.pop("custom_generate", None)
+        return super()._upload_modified_files(working_dir, repo_id, files_timestamps, **kwargs)
 
     def candidate_generator(self, target: PreTrainedModel, **kwargs) -> DFlashCandidateGenerator:
         """Proposals of this drafter for one call of Transformers' own assisted decoding."""
@@ -315,6 +347,12 @@ def _flex_mask(visible: torch.Tensor) -> BlockMask:
         *visible.shape[-2:],
         device=visible.device,
     )
+
+
+def _write_custom_generate(folder) -> None:
+    path = Path(folder) / "custom_generate" / "generate.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(Path(custom_generate.__code__.co_filename).read_text(encoding="utf-8"), encoding="utf-8")
 
 
 def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

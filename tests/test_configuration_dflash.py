@@ -287,10 +287,20 @@ def test_sliding_layers_need_a_window(window):
 def test_window_without_layer_types_is_not_guessed():
     with pytest.raises(ValueError, match="`use_sliding_window` is true but `layer_types` is missing"):
         make_config(use_sliding_window=True, sliding_window=16)
-    swa = {"dflash_config": DFLASH | {"use_swa": True, "swa_window_size": 16}}
-    for layer_types in (None, ["full_attention", "full_attention"]):
-        with pytest.raises(ValueError, match="`dflash_config.use_swa` is true but `layer_types`"):
-            make_config(layer_types=layer_types, **swa)
+
+
+@pytest.mark.parametrize("layer_types", [None, ["full_attention", "full_attention"]])
+@pytest.mark.parametrize("causal", [None, False, True])
+def test_use_swa_without_sliding_layers_means_that_all_slide_and_none_is_causal_unless_stated(layer_types, causal):
+    stated = {} if causal is None else {"causal": causal}
+    config = make_config(
+        layer_types=layer_types,
+        sliding_window=16,
+        dflash_config=DFLASH | {"use_swa": True, "swa_window_size": 16} | stated,
+    )
+    assert config.layer_types == ["sliding_attention"] * 2 and config.sliding_window == 16
+    assert config.is_causal is bool(causal)
+    assert config.dflash_config == DFLASH
 
 
 # Round trips
@@ -333,7 +343,7 @@ def test_saved_json_has_the_layout_that_engines_read(tmp_path):
         "block_size": 8,
         "num_target_layers": 8,
         "is_causal": False,
-        "dflash_config": DFLASH,
+        "dflash_config": DFLASH | {"block_size": 8},
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 16,
@@ -607,6 +617,21 @@ def test_gpt2_drafter_asks_for_what_gpt2_has_not():
     config = create_drafter_config(target, mask_token_id=97, intermediate_size=64, rope_theta=1e4)
     assert (config.hidden_size, config.num_key_value_heads, config.head_dim) == (32, 4, 8)
     assert config.max_position_embeddings == 1024
+
+
+def test_target_whose_layers_differ_asks_for_one_value():
+    class MixedConfig(LlamaConfig):
+        def __getattribute__(self, name):
+            if name == "head_dim" and super().__getattribute__("__dict__").get("is_mixed"):
+                raise RuntimeError("'head_dim' may vary across layers")  # as Transformers says it of Gemma 4
+            return super().__getattribute__(name)
+
+    target = MixedConfig(**llama_config().to_dict())
+    assert create_drafter_config(target, mask_token_id=97).head_dim == 8
+    target.is_mixed = True
+    with pytest.raises(ValueError, match="gives no single `head_dim` for a drafter. Pass `head_dim=...`"):
+        create_drafter_config(target, mask_token_id=97)
+    assert create_drafter_config(target, mask_token_id=97, head_dim=16).head_dim == 16
 
 
 def test_drafter_of_a_vision_language_target_uses_the_text_part_without_mrope():

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 from chat_material import (
     CHATML,
@@ -83,8 +85,11 @@ def test_every_assistant_turn_is_supervised_up_to_its_end_and_no_further():
 
 
 def test_turns_behind_the_last_answer_are_left_out():
-    tokenizer = stock_tokenizer()
-    assert encode_conversation(CHAT[:3], tokenizer) == encode_conversation(CHAT[:2], tokenizer)
+    assert encode_conversation(CHAT[:3], stock_tokenizer()) == encode_conversation(CHAT[:2], stock_tokenizer())
+    # Also where a later question would have made the template drop the answer's thoughts.
+    assert encode_conversation(THOUGHTFUL[:3], qwen3_tokenizer()) == encode_conversation(
+        THOUGHTFUL[:2], qwen3_tokenizer()
+    )
 
 
 @pytest.mark.parametrize("tags", TAGGED.values(), ids=TAGGED)
@@ -134,6 +139,13 @@ def test_eos_behind_the_end_of_turn_is_not_supervised():
     row = encode_conversation(CHAT, tokenizer)
     assert supervised_texts(row, tokenizer) == ["Hi! One and one is 2.<|end|>", "So long.<|end|>"]
     assert row["skipped_turns"] == 0
+
+
+def test_special_tokens_side_by_side_all_belong_to_the_answer():
+    """As in LFM2 and Command R, where the answer's own end is a special token, too."""
+    tokenizer = real_tokenizer(CHATML % "{{ message.content + '<|end|><|im_end|>\\n' }}", special=("<|end|>",))
+    row = encode_conversation(CHAT, tokenizer)
+    assert supervised_texts(row, tokenizer) == ["Hi! One and one is 2.<|end|><|im_end|>", "So long.<|end|><|im_end|>"]
 
 
 def test_template_without_an_end_of_turn_supervises_the_text():
@@ -189,7 +201,7 @@ def test_token_across_the_border_is_named():
     tokenizer = real_tokenizer(QWEN3)
     options = {"enable_thinking": False}
     problem = reason_of(encode_conversation, CHAT[:2], tokenizer, template_options=options)
-    assert problem.reason == "token across the border" and "'\\n'" in problem.detail
+    assert problem.reason == "token across the border" and "the token '\\n' only where" in problem.detail
     indented = [CHAT[0], {"role": "assistant", "content": "   x = 1"}]
     assert reason_of(encode_conversation, indented, real_tokenizer()).reason == "token across the border"
 
@@ -215,7 +227,8 @@ def test_tool_calls_that_the_template_leaves_out_are_refused():
 def test_empty_keys_that_arrow_adds_change_nothing():
     tokenizer = qwen3_tokenizer()
     options = {"enable_thinking": False}
-    filled = [{"name": None, "tool_calls": None, "reasoning_content": None, **turn} for turn in TOOL_CHAT]
+    filled = copy.deepcopy(TOOL_CHAT)
+    filled[2] |= {"name": None, "tool_calls": None}
     filled[1]["tool_calls"][0]["function"]["arguments"]["until"] = None
     row = encode_row({"messages": filled, "prompt": None}, tokenizer, template_options=options)
     assert row == encode_row({"messages": TOOL_CHAT}, tokenizer, template_options=options)

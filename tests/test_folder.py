@@ -48,7 +48,7 @@ def test_folder_holds_weights_config_card_and_the_code_that_travels(tiny_drafter
     folder = build_hub_folder(tiny_drafter, tmp_path / "out" / "drafter", card=CARD)
     code = travelling_files()
     assert code >= {"configuration_dflash.py", "modeling_dflash.py", "generation_dflash.py"}
-    files = {"config.json", "model.safetensors", "README.md", "custom_generate/generate.py"}
+    files = {"config.json", "generation_config.json", "model.safetensors", "README.md", "custom_generate/generate.py"}
     assert set(file_contents(folder)) == files | code
     assert [path.name for path in folder.parent.iterdir()] == ["drafter"]
     package = Path(dflash_hf.__file__).parent
@@ -64,7 +64,8 @@ def test_config_names_the_architecture_and_where_its_code_lies(tiny_drafter, tmp
         "AutoModel": "modeling_dflash.DFlashDraftModel",
     }
     assert config["block_size"] == 8 and config["num_target_layers"] == 8
-    assert config["dflash_config"] == {"mask_token_id": 97, "target_layer_ids": tiny_drafter.config.target_layer_ids}
+    layer_ids = tiny_drafter.config.target_layer_ids
+    assert config["dflash_config"] == {"mask_token_id": 97, "target_layer_ids": layer_ids, "block_size": 8}
     assert config["dtype"] == "bfloat16"
 
 
@@ -86,7 +87,7 @@ def test_folder_loads_back_as_the_same_drafter(tiny_drafter, tmp_path):
     assert loaded.dtype == torch.float32
     inputs = {"noise_embeds": torch.randn(1, 8, 32), "context_hidden_states": torch.randn(1, 5, 96)}
     assert torch.equal(loaded(**inputs).last_hidden_state, tiny_drafter(**inputs).last_hidden_state)
-    assert load_hub_config(str(folder)).to_dict()["dflash_config"] == tiny_drafter.config.dflash_config
+    assert load_hub_config(str(folder)).dflash_config == tiny_drafter.config.dflash_config
 
 
 def test_second_build_replaces_the_folder_as_a_whole(tiny_drafter, tmp_path):
@@ -134,19 +135,6 @@ def test_card_states_every_fact_and_leaves_no_blank(tiny_config):
     assert not re.search(r"\$\w", card)
 
 
-def test_at_least_one_config_and_recipe_ship():
-    assert SHIPPED and RECIPES
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_config_builds_a_drafter(name):
-    config = load_hub_config(name)
-    with torch.device("meta"):
-        drafter = DFlashDraftModel(config)
-    assert drafter.fc.in_features == len(config.target_layer_ids) * config.hidden_size
-    assert load_hub_config(str(HUB_CONFIGS / f"{name}.json")).to_dict() == config.to_dict()
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=[path.name for path in RECIPES])
 def test_shipped_recipe_has_only_known_names_and_a_shipped_config(recipe, tmp_path):
     options, args = parse_options(
@@ -155,13 +143,8 @@ def test_shipped_recipe_has_only_known_names_and_a_shipped_config(recipe, tmp_pa
         arguments=["--config", str(recipe), "--output_dir", str(tmp_path), "--use_cpu", "true"],
     )
     assert options.drafter_config in SHIPPED
-    assert options.train_files
+    assert options.train_data
     assert args.learning_rate > 0 and isinstance(args.learning_rate, float)
-
-
-def test_unknown_config_name_lists_the_shipped_ones():
-    with pytest.raises(ValueError, match=rf"No drafter config 'nothing'.*{SHIPPED[0]}"):
-        load_hub_config("nothing")
 
 
 def test_folder_without_config_is_refused(tmp_path):

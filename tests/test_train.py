@@ -195,7 +195,9 @@ def test_batch_is_shown_with_its_blocks_and_nothing_is_written(options, tmp_path
     assert shown.count("Document ") == 4 and "36 tokens, 30 supervised, 8 anchors; blocks of 8" in shown
     rows = [row for file in options.train_data for row in read_json_lines(file)]
     tokenizer = AutoTokenizer.from_pretrained(options.target)
-    number, anchor, labels = re.search(r"Document (\d+):.*?block at (\d+): \S* -> *([^\n]*)", shown, re.DOTALL).groups()
+    number, anchor, labels = re.search(
+        r"Document (\d+):.*?block at (\d+): \S* -> *([^\n]*)", shown, re.DOTALL
+    ).groups()
     first = rows[int(number)]["input_ids"][int(anchor) + 1]
     assert labels.startswith(f"{tokenizer.decode([first])} 1.00")
     assert files_below(tmp_path) == before
