@@ -70,9 +70,11 @@ def test_tool_calls_of_every_form_have_arguments_as_a_dict(turn):
     assert to_messages({"messages": [turn]}) == [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
 
 
-def test_tool_call_without_arguments_has_none():
-    turn = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": ""}}]}
-    assert to_messages({"messages": [turn]})[0]["tool_calls"][0]["function"] == {"name": "look", "arguments": {}}
+def test_tool_call_keeps_its_id_and_may_have_no_arguments():
+    call = {"id": "c1", "index": 0, "function": {"name": "look", "arguments": ""}}
+    (turn,) = to_messages({"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]})
+    function = {"name": "look", "arguments": {}}
+    assert turn["tool_calls"] == [{"type": "function", "id": "c1", "function": function}]
 
 
 def test_empty_tool_calls_are_none_and_other_keys_of_a_turn_stay():

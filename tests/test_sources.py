@@ -1,5 +1,6 @@
 import itertools
 import json
+import os
 from collections import Counter
 
 import datasets
@@ -218,6 +219,11 @@ def test_fingerprint_is_that_of_the_tokens_and_masks_whatever_the_files(tokenize
         fingerprint("hub copy", other_mask),
     ]
     assert len({*prints, *others}) == 4
+    borders = [
+        [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in rows]
+        for rows in ([[5, 6, 7], [8, 9]], [[5, 6], [7, 8, 9]])
+    ]
+    assert fingerprint("jsonl", borders[0]) != fingerprint("jsonl", borders[1])
 
 
 def test_fingerprint_of_a_stream_is_that_of_its_settings(tokenizer, tmp_path):
@@ -252,9 +258,19 @@ def test_encoded_rows_are_kept_between_runs_until_the_settings_or_the_code_chang
     assert len(calls) == 9
 
 
-def test_several_processes_encode_the_same_rows(tokenizer, tmp_path):
+def test_several_processes_encode_the_same_rows(tokenizer, tmp_path, monkeypatch):
     path = write_rows(tmp_path, "jsonl", chats("a", 6))
+    processes = tmp_path / "processes"
+    encode = sources_module._RowEncoder.__call__
+
+    def recording(self, row, number):
+        with open(processes, "a") as file:
+            file.write(f"{os.getpid()}\n")
+        return encode(self, row, number)
+
+    monkeypatch.setattr(sources_module._RowEncoder, "__call__", recording)
     shared = load_rows([path], tokenizer, max_length=64, num_proc=2)
+    assert len(set(processes.read_text().split()) - {str(os.getpid())}) == 2
     alone = load_rows([write_rows(tmp_path / "copy", "jsonl", chats("a", 6))], tokenizer, max_length=64)
     assert texts_of(shared.rows, tokenizer) == texts_of(alone.rows, tokenizer)
     assert shared.fingerprint == alone.fingerprint

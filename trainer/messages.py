@@ -143,4 +143,5 @@ def _tool_call(call: Any) -> dict[str, Any]:
     function = dict(function)
     if isinstance(function.get("arguments"), str):
         function["arguments"] = parse_json("a tool call's `arguments`", function["arguments"] or "{}")
-    return {"type": "function", **{key: call[key] for key in call if key == "id"}, "function": function}
+    identity = {"id": call["id"]} if "id" in call else {}
+    return {"type": "function", **identity, "function": function}

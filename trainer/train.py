@@ -98,7 +98,8 @@ def train(options: TrainOptions, args: DFlashTrainingArguments) -> Path | None:
     if options.target_adapter is not None:
         target = load_target_adapter(target, options.target_adapter)
     drafter = make_drafter(options, target)
-    train_rows, eval_rows, loaded = _datasets(options, args, tokenizer)
+    with args.main_process_first(desc="encoding rows"):  # the others find the encoded rows in the cache
+        train_rows, eval_rows, loaded = _datasets(options, args, tokenizer)
     drafter.config.dflash_config["template_mode"] = loaded.template_mode
     model = drafter
     if options.lora_rank is not None:
