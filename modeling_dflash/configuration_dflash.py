@@ -108,9 +108,9 @@ class DFlashConfig(Qwen3Config):
                 fields[key] = _agreed_value(f"{key} of the file", fields.get(key), f"{key}=...", kwargs.pop(key))
         return fields, kwargs
 
-    def to_dict(self) -> dict[str, Any]:
-        """As [`PreTrainedConfig.to_dict`], with the block size at both places where programs look for it."""
-        fields = super().to_dict()
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What goes into the file, with the block size at both places where programs look for it."""
+        fields = super().to_diff_dict()
         # llama.cpp's converter takes 16 for a block size that `dflash_config` lacks; others read the top level.
         fields["dflash_config"] = {**fields["dflash_config"], "block_size": fields["block_size"]}
         return fields
