@@ -61,6 +61,7 @@ def decode_live(
                 num_assistant_tokens=num_proposals or block_size - 1,
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
+                num_beams=1,
                 return_dict_in_generate=True,
             )
             lengths = torch.tensor(output.accepted_lengths[0], dtype=torch.float64)
