@@ -155,6 +155,6 @@ def test_values_that_are_missing_can_be_given(folder):
 
 
 def test_config_alone_names_its_folder_too(folder):
-    change_config(folder, block_size=1)
-    with pytest.raises(ValueError, match=f"^{folder}, config.json: `block_size` is 1"):
+    change_config(folder, num_attention_heads=3)
+    with pytest.raises(ValueError, match=rf"^{folder}, config.json: `num_attention_heads` \(3\) must be a multiple"):
         DFlashConfig.from_pretrained(folder)
