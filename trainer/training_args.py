@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 from dflash_hf.trainer.block_mask import ATTENTION_FORMS
@@ -139,6 +140,13 @@ class DFlashTrainingArguments(TrainingArguments):
             )
         if self.cache_answers_only and self.cache_features is None:
             raise ValueError("`cache_answers_only` needs a `cache_features` folder.")
+
+    @property
+    def device(self) -> torch.device:
+        """As in [`TrainingArguments`], but a CPU has no index: it is the process's rank there, and Transformers
+        5.15 cannot map a checkpoint to "cpu:1" on a resume."""
+        device = super().device
+        return torch.device("cpu") if device.type == "cpu" else device
 
     @property
     def needs_teacher(self) -> bool:
