@@ -81,13 +81,7 @@ def decode(
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
         streamer = token_streamer
-    reason = None
-    if synced_gpus:
-        reason = "Its ranks must run the same number of forwards (`synced_gpus`)"
-    elif num_rows > 1 and counts_its_calls(logits_processor):
-        reason = "Guidance and SynthID watermarks of several rows need one call per token"
-    elif num_rows > 1 and generation_config.output_attentions:
-        reason = "Attention weights of several rows were asked for"
+    reason = _why_undrafted(num_rows, logits_processor, generation_config, synced_gpus)
     if reason is not None:
         logger.warning_once(f"{reason}, so this call is decoded without its drafter.")
         return model._sample(
@@ -109,6 +103,19 @@ def decode(
     )
     with call.verifier.taps:
         return call.run()
+
+
+def _why_undrafted(
+    num_rows: int, processors: LogitsProcessorList, config: GenerationConfig, synced_gpus: bool
+) -> str | None:
+    """Why a call is decoded plainly although nothing is wrong with it; None if it can be drafted for."""
+    if synced_gpus:
+        return "Its ranks must run the same number of forwards (`synced_gpus`)"
+    if num_rows > 1 and counts_its_calls(processors):
+        return "Guidance and SynthID watermarks of several rows need one call per token"
+    if num_rows > 1 and config.output_attentions:
+        return "Attention weights of several rows were asked for"
+    return None
 
 
 class DecodeCall:

@@ -138,6 +138,16 @@ def test_compiled_drafter_gives_the_same_update(tmp_path):
     assert_same(plain, {name.removeprefix("_orig_mod."): tensor for name, tensor in compiled.items()}, 1e-6)
 
 
+def test_average_of_a_compiled_drafter_is_that_of_a_plain_one(tmp_path):
+    options = {"max_steps": 2, "ema_decay": 0.5}
+    plain = make_trainer(tmp_path / "a", ROWS, **options)
+    plain.train()
+    compiled = make_trainer(tmp_path / "b", ROWS, torch_compile=True, torch_compile_backend="aot_eager", **options)
+    compiled.train()
+    assert_same(plain.weight_average.average, compiled.weight_average.average, 1e-6)
+    assert_same(plain.shipped_drafter().state_dict(), compiled.shipped_drafter().state_dict(), 1e-6)
+
+
 def test_averaged_weights_are_evaluated_saved_and_shipped(tmp_path):
     target = make_tiny_target()
     rows = make_text_rows(target, 4)
@@ -154,6 +164,7 @@ def test_averaged_weights_are_evaluated_saved_and_shipped(tmp_path):
     saved = DFlashDraftModel.from_pretrained(folder / "average").state_dict()
     shipped = trainer.shipped_drafter().state_dict()
     assert_same(saved, shipped, 0)
+    assert_same(parameters(trainer), own, 0)  # what is shipped is a copy
     assert any((saved[name] - own[name]).abs().max() > 1e-4 for name in own)
 
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from dflash_hf.trainer.data import read_json_lines
 from dflash_hf.trainer.prompt_rows import Conversation
+from dflash_hf.trainer.provenance import write_json
 
 _SYNC_SECONDS = 5.0
 
@@ -72,9 +73,7 @@ def check_settings(output: Path, settings: dict[str, Any], *, is_begun: bool) ->
         raise ValueError(
             f"{output} was begun with other settings: {differences}. Use the first ones or another `--output`."
         )
-    temporary = settings_file.with_name(settings_file.name + ".tmp")
-    temporary.write_text(json.dumps(before | settings, indent=2))
-    os.replace(temporary, settings_file)
+    write_json(settings_file, before | settings)
 
 
 def append_rows(

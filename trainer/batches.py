@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from dflash_hf.trainer.anchors import block_targets, row_generator, select_anchors
+from dflash_hf.trainer.data import first_supervised
 
 NO_DOCUMENT = -1
 
@@ -93,7 +94,7 @@ class AnchorCollator:
         anchors = self.choose_anchors(loss_mask, document)[None]
         is_valid = torch.ones_like(anchors, dtype=torch.bool)
         labels, weights = block_targets(input_ids, loss_mask, anchors, is_valid, self.slot_weights)
-        first_context = int(loss_mask.argmax()) if self.hides_prompt else 0
+        first_context = first_supervised(document["loss_mask"]) if self.hides_prompt else 0
         return {
             "input_ids": input_ids[0],
             "loss_mask": loss_mask[0],

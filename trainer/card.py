@@ -22,7 +22,6 @@ def training_card(options: Any, trainer: Any, loaded: Any, results: dict[str, fl
     """
     args, state = trainer.args, trainer.state
     base_model = "HuggingFaceTB/SmolLM2-135M-Instruct" if options.target == EMBEDDED_TARGET else options.target
-    config = trainer.target_features.target.config
     rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     rows = "a stream of rows"
     if isinstance(trainer.train_dataset, Sized):
@@ -38,7 +37,7 @@ def training_card(options: Any, trainer: Any, loaded: Any, results: dict[str, fl
     return {
         "base_model": base_model,
         "target_revision": options.target_revision or "not recorded",
-        "license": getattr(config, "license", None) or "other",
+        "license": "apache-2.0" if options.target == EMBEDDED_TARGET else "other",
         "description": f"A draft model for {target}, trained with `dflash-hf`.",
         "data": f"{rows} from {', '.join(f'`{source}`' for source in options.train_data)}; chat template mode: "
         f"{trainer.drafter.config.dflash_config['template_mode']}. Fingerprint `{loaded.fingerprint[:16]}`.",

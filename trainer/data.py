@@ -126,5 +126,10 @@ def token_row(row: dict[str, Any], number: int, epoch: int, max_length: int | No
     return {"input_ids": input_ids, "loss_mask": loss_mask, "row": number, "epoch": epoch}
 
 
+def first_supervised(loss_mask: Sequence[int]) -> int:
+    """Position of the first supervised token; the length if there is none."""
+    return loss_mask.index(1) if 1 in loss_mask else len(loss_mask)
+
+
 def _has_anchor(loss_mask: Sequence[int]) -> bool:
     return any(first and second for first, second in itertools.pairwise(loss_mask))

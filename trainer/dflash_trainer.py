@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from dflash_hf.hub_configs.card import render_card
 from dflash_hf.hub_configs.folder import build_hub_folder
-from dflash_hf.hub_configs.push import push_drafter
+from dflash_hf.hub_configs.push import PushResult, push_drafter
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_dflash import check_drafter_fits, embed_tokens
 from dflash_hf.trainer.adapters import merged_drafter
@@ -296,16 +296,17 @@ class DFlashTrainer(Trainer):
         """The drafter itself, unwrapped; with PEFT its adapters are in its layers."""
         return _drafter(self.accelerator.unwrap_model(self.model))
 
-    def shipped_drafter(self) -> Any:
-        """The model to ship, whole in the main process: averaged weights if there are any, adapters not yet merged.
+    def shipped_drafter(self) -> DFlashDraftModel:
+        """A copy of the model to ship, whole in the main process: averaged weights if there are any, adapters merged.
 
         Every process must call it.
         """
         if self.is_fsdp_enabled:
             return self._gathered_drafter()
+        model = copy.deepcopy(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
         if self.weight_average is not None:
-            self.weight_average.copy_to(self.model)
-        return self.accelerator.unwrap_model(self.model)
+            self.weight_average.copy_to(model)
+        return merged_drafter(model)
 
     def _gathered_drafter(self) -> DFlashDraftModel:
         """A whole copy of a sharded drafter in the main process, which others help to gather."""
@@ -390,19 +391,25 @@ class DFlashTrainer(Trainer):
             return None
         if self.card is None:
             raise ValueError("`push_to_hub` needs a model card: give `card` to the trainer, see `build_hub_folder`.")
+        with tempfile.TemporaryDirectory() as parent:
+            folder = build_hub_folder(drafter, Path(parent) / "drafter", card=self.card)
+            return self.push_folder(folder, message=commit_message, token=token, revision=revision)
+
+    def push_folder(
+        self, folder: Path, *, message: str | None = None, token: str | None = None, revision: str | None = None
+    ) -> PushResult:
+        """Uploads a drafter's folder to the repository of the training arguments; see [`push_drafter`]."""
         if self.hub_model_id is None:
             self.init_hf_repo()
-        with tempfile.TemporaryDirectory() as parent:
-            folder = build_hub_folder(merged_drafter(copy.deepcopy(drafter)), Path(parent) / "drafter", card=self.card)
-            return push_drafter(
-                folder,
-                self.hub_model_id,
-                yes=True,
-                message=commit_message or "End of training",
-                private=self.args.hub_private_repo is not False,
-                branch=revision or self.args.hub_revision,
-                api=HfApi(token=token or self.args.hub_token),
-            )
+        return push_drafter(
+            folder,
+            self.hub_model_id,
+            yes=True,
+            message=message or "End of training",
+            private=self.args.hub_private_repo is not False,
+            branch=revision or self.args.hub_revision,
+            api=HfApi(token=token or self.args.hub_token),
+        )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -76,4 +76,9 @@ def _copy(values: dict[str, torch.Tensor], model: nn.Module) -> None:
 
 
 def _trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    # torch.compile puts a prefix before the names of the module that it wraps.
+    return (
+        (name.removeprefix("_orig_mod."), parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    )

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -231,7 +231,7 @@ def _open_file(path: Path, schema: FeatureSchema) -> Any:
     return file
 
 
-def features_fingerprint(target: PreTrainedModel, documents: Sequence[Sequence[int]]) -> str:
+def features_fingerprint(target: PreTrainedModel, documents: Iterable[Sequence[int]]) -> str:
     """A hash that changes with the target's config and weights and with the documents' token ids."""
     digest = hashlib.sha256(target.config.to_json_string().encode())
     parameters = list(target.parameters())

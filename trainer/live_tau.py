@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from dflash_hf.trainer.data import first_supervised
+
 _BARE_TEXT_PROMPT = 32
 
 
@@ -22,8 +24,10 @@ def live_prompts(rows: Sequence[dict[str, Any]], count: int) -> list[list[int]]:
     for index in range(min(count, len(rows))):
         row = rows[index]
         input_ids, loss_mask = row["input_ids"], row["loss_mask"]
-        length = loss_mask.index(1) if 1 in loss_mask else 0
-        prompts.append(input_ids[: length or max(1, min(_BARE_TEXT_PROMPT, len(input_ids) // 2))])
+        length = first_supervised(loss_mask)
+        if length in (0, len(input_ids)):
+            length = max(1, min(_BARE_TEXT_PROMPT, len(input_ids) // 2))
+        prompts.append(input_ids[:length])
     return prompts
 
 

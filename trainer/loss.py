@@ -71,7 +71,7 @@ def dflash_loss(
     weights: torch.Tensor,
     head: Callable[[torch.Tensor], torch.Tensor],
     *,
-    chunk_size: int = 512,
+    chunk_size: int = 256,
     logit_offset: torch.Tensor | None = None,
     objective: str = "cross_entropy",
     label_source: str = "data",
@@ -118,12 +118,7 @@ def dflash_loss(
         loss_sum = chosen.sum().float()  # 0, and it still reaches the graph
         return DFlashLossOutput(loss_sum, weights.sum(), nothing.bool(), None if teacher is None else nothing)
     chunk_loss = _ChunkLoss(head, logit_offset, objective, label_source, teacher)
-    parts, gradients = [], []
-    for states, own_labels, index in zip(*(t.split(chunk_size) for t in (chosen, chosen_labels, active)), strict=True):
-        part, gradient = chunk_loss(states, own_labels, index)
-        parts.append(part)
-        gradients.append(gradient)
-    slots = SlotLosses(*(torch.cat(values) for values in zip(*parts, strict=True)))
+    slots, gradient = _in_chunks(chunk_loss, chosen, chosen_labels, active, chunk_size)
 
     def in_blocks(values: torch.Tensor) -> torch.Tensor:
         every = values.new_zeros(labels.numel())
@@ -135,8 +130,8 @@ def dflash_loss(
         factors = d_pace_weights(in_blocks(slots.label_probability), weights > 0, d_pace_alpha)
         chosen_weights = chosen_weights * factors.flatten()[active]
     loss_sum = (slots.losses * chosen_weights).sum()
-    if gradients[0] is not None:
-        loss_sum = _KnownGradient.apply(chosen, loss_sum, torch.cat(gradients).mul_(chosen_weights[:, None]))
+    if gradient is not None:
+        loss_sum = _KnownGradient.apply(chosen, loss_sum, gradient.mul_(chosen_weights[:, None]))
     acceptance = None if teacher is None else in_blocks(slots.acceptance)
     return DFlashLossOutput(loss_sum, weights.sum(), in_blocks(slots.is_correct), acceptance)
 
@@ -196,6 +191,35 @@ class _ChunkLoss:
         if not needs_gradient:
             return slots, None
         return slots, torch.autograd.grad(logits, states, logit_gradient.to(logits.dtype))[0]
+
+
+def _in_chunks(
+    chunk_loss: _ChunkLoss,
+    states: torch.Tensor,
+    labels: torch.LongTensor,
+    active: torch.LongTensor,
+    chunk_size: int,
+) -> tuple[SlotLosses, torch.Tensor | None]:
+    """Losses of all slots and their gradient in the states, computed chunk by chunk.
+
+    Chunks write into tensors made beforehand: what they left behind would lie between the logits of later chunks, and
+    on a CPU memory with such gaps grows with every chunk.
+    """
+    slots = SlotLosses(
+        *(
+            states.new_empty(active.shape[0], dtype=torch.bool if name == "is_correct" else torch.float32)
+            for name in SlotLosses._fields
+        )
+    )
+    gradient = torch.empty_like(states) if torch.is_grad_enabled() and states.requires_grad else None
+    for start in range(0, active.shape[0], chunk_size):
+        rows = slice(start, start + chunk_size)
+        chunk_slots, chunk_gradient = chunk_loss(states[rows], labels[rows], active[rows])
+        for values, chunk_values in zip(slots, chunk_slots, strict=True):
+            values[rows] = chunk_values
+        if gradient is not None:
+            gradient[rows] = chunk_gradient
+    return slots, gradient
 
 
 class _KnownGradient(torch.autograd.Function):

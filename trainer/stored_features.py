@@ -1,5 +1,6 @@
 """A feature store of a training set: what it must hold, and how all processes fill it together."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from dflash_hf.target_dflash import text_config
-from dflash_hf.trainer.data import TokenRows
+from dflash_hf.trainer.data import TokenRows, first_supervised
 from dflash_hf.trainer.feature_store import FeatureSchema, FeatureStore, features_fingerprint
 from dflash_hf.trainer.target_features import TargetFeatures
 
@@ -34,17 +35,23 @@ def open_feature_store(
     Raises:
         ValueError: If the folder holds something else; see [`FeatureStore`].
     """
-    rows = [documents[i] for i in range(len(documents))]
     target = target_features.target
+    spans: list[tuple[int, int]] = []
+
+    def texts() -> Iterator[list[int]]:  # one pass, because a training set may not fit into memory as lists
+        for number in range(len(documents)):
+            row = documents[number]
+            spans.append((first_supervised(row["loss_mask"]) if answers_only else 0, len(row["input_ids"])))
+            yield row["input_ids"]
+
     schema = FeatureSchema(
         layer_ids=target_features.layer_ids,
         hidden_size=text_config(target).hidden_size,
         dtype=str(target.dtype).removeprefix("torch."),
         has_final_hidden=target_features.with_final_hidden,
         answers_only=answers_only,
-        fingerprint=features_fingerprint(target, [row["input_ids"] for row in rows]),
+        fingerprint=features_fingerprint(target, texts()),
     )
-    spans = [(_first_supervised(row["loss_mask"]) if answers_only else 0, len(row["input_ids"])) for row in rows]
     return FeatureStore(folder, schema, spans)
 
 
@@ -76,7 +83,3 @@ def fill_feature_store(
     store.fill(compute, process_index=accelerator.process_index, num_processes=accelerator.num_processes)
     accelerator.wait_for_everyone()
     store.open_all()
-
-
-def _first_supervised(loss_mask: list[int]) -> int:
-    return loss_mask.index(1) if 1 in loss_mask else len(loss_mask)

@@ -3,12 +3,12 @@
 import contextlib
 import json
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import HfApi
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -17,11 +17,10 @@ from transformers.utils import logging
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.hub_configs import build_hub_folder, load_hub_config
 from dflash_hf.hub_configs.embedded_target import EMBEDDED_TARGET, load_target
-from dflash_hf.hub_configs.push import push_drafter
 from dflash_hf.initialization_dflash import create_drafter
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_dflash import check_drafter_fits
-from dflash_hf.trainer.adapters import add_lora, load_target_adapter, merged_drafter
+from dflash_hf.trainer.adapters import add_lora, load_target_adapter
 from dflash_hf.trainer.card import training_card
 from dflash_hf.trainer.command_line import parse_options
 from dflash_hf.trainer.data import StreamedRows, TokenRows
@@ -161,11 +160,8 @@ def _override(config: DFlashConfig, options: TrainOptions) -> None:
 def last_whole_checkpoint(output_dir: str | Path) -> str | None:
     """The newest checkpoint that was written to its end; a kill may have left a newer part of one."""
     folders = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-    steps = {
-        int(folder.name[len(PREFIX_CHECKPOINT_DIR) + 1 :]): folder
-        for folder in folders
-        if folder.name[len(PREFIX_CHECKPOINT_DIR) + 1 :].isdigit()
-    }
+    numbered = ((folder.name.rpartition("-")[2], folder) for folder in folders)
+    steps = {int(step): folder for step, folder in numbered if step.isdigit()}
     for _, folder in sorted(steps.items(), reverse=True):
         with contextlib.suppress(OSError, json.JSONDecodeError):
             json.loads((folder / TRAINER_STATE_NAME).read_text())  # Trainer writes it last
@@ -191,26 +187,19 @@ def _datasets(
     options: TrainOptions, args: DFlashTrainingArguments, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Any, TokenRows | None, LoadedRows]:
     """Training rows, evaluation rows (None if there are none) and where they came from."""
-    loaded = load_rows(
-        options.train_data,
-        tokenizer,
+    load = partial(
+        load_rows,
+        tokenizer=tokenizer,
         max_length=options.max_length,
         enable_thinking=options.enable_thinking,
-        streaming=options.streaming,
-        shuffle_buffer=options.shuffle_buffer,
         num_proc=options.num_proc,
         seed=args.seed,
     )
+    loaded = load(options.train_data, streaming=options.streaming, shuffle_buffer=options.shuffle_buffer)
     rows: Any = loaded.rows
     held_out: Any = None
     if options.eval_rows and options.eval_data is not None:
-        found = load_rows(
-            options.eval_data,
-            tokenizer,
-            max_length=options.max_length,
-            enable_thinking=options.enable_thinking,
-            seed=args.seed,
-        )
+        found = load(options.eval_data)
         held_out = found.rows.select(range(min(options.eval_rows, len(found.rows))))
     elif options.eval_rows:
         if len(rows) <= options.eval_rows:
@@ -234,22 +223,14 @@ def _write_folder(
 ) -> Path:
     """The drafter that is shipped: adapters merged, averaged weights if there are any."""
     folder = Path(trainer.args.output_dir) / "drafter"
-    gathered = trainer.shipped_drafter()
+    shipped = trainer.shipped_drafter()
     if trainer.is_world_process_zero():
         if options.lora_rank is not None:
             trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder.with_name("adapter"))
         card = training_card(options, trainer, loaded, results)
-        build_hub_folder(merged_drafter(gathered), folder, card=card)
+        build_hub_folder(shipped, folder, card=card)
         if trainer.args.push_to_hub:
-            result = push_drafter(
-                folder,
-                trainer.hub_model_id,
-                yes=True,
-                private=trainer.args.hub_private_repo is not False,
-                branch=trainer.args.hub_revision,
-                api=HfApi(token=trainer.args.hub_token),
-            )
-            print(f"Pushed to {trainer.hub_model_id} at {result.revision}.")
+            print(f"Pushed to {trainer.hub_model_id} at {trainer.push_folder(folder).revision}.")
     trainer.accelerator.wait_for_everyone()
     return folder
 
