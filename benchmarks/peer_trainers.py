@@ -14,6 +14,7 @@ import importlib.metadata
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Qwen3Config
 
+from dflash_hf import DFlashConfig, create_drafter_config
+from dflash_hf.hub_configs.embedded_target import EMBEDDED_TARGET
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_dflash import TargetTaps, decoder_layers
 from dflash_hf.trainer.loss import decay_for_block_size
@@ -47,6 +50,27 @@ def row_with_features(
         "features": features.clone(),
         "last_hidden": last_hidden.clone(),
     }
+
+
+@dataclass
+class DrafterShape:
+    """The options that say which drafter a benchmark trains."""
+
+    target: str = field(default=EMBEDDED_TARGET, metadata={"help": "Hub id, folder, or the embedded target."})
+    mask_token_id: int = field(default=16, metadata={"help": "Unused row of the target's embedding."})
+    num_hidden_layers: int = field(default=2, metadata={"help": "Draft layers."})
+    num_target_features: int = field(default=5, metadata={"help": "Tapped layers."})
+    block_size: int = field(default=8, metadata={"help": "Tokens per block, anchor included."})
+
+    def config_for(self, target: PreTrainedModel) -> DFlashConfig:
+        """The drafter's config for a loaded target."""
+        return create_drafter_config(
+            target.config,
+            num_hidden_layers=self.num_hidden_layers,
+            num_target_features=self.num_target_features,
+            block_size=self.block_size,
+            mask_token_id=self.mask_token_id,
+        )
 
 
 class GivenFeatures:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import transformers
 from peer_trainers import (
+    DrafterShape,
     GivenFeatures,
     Row,
     SpecForgeStep,
@@ -34,15 +35,16 @@ from peer_trainers import (
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dflash_hf import DFlashConfig, DFlashDraftModel, create_drafter, create_drafter_config
+from dflash_hf import DFlashConfig, DFlashDraftModel, create_drafter
 from dflash_hf.eval.decode import Answer, RoundRecorder, encode_prompt
 from dflash_hf.eval.metrics import mean_tau, pooled_tau
 from dflash_hf.eval.prompts import KINDS, held_out_prompts
 from dflash_hf.eval.run import provenance
-from dflash_hf.hub_configs.embedded_target import EMBEDDED_TARGET, load_target
+from dflash_hf.hub_configs.embedded_target import load_target
 from dflash_hf.trainer import DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.trainer.command_line import parse_options
 from dflash_hf.trainer.data import TokenRows, read_json_lines
+from dflash_hf.trainer.provenance import write_json
 
 # Each trainer with its defaults, and variants that bring their losses closer: D-PACE weights are speculators' default,
 # cross-entropy with the paper's fading weights is ours and SpecForge's.
@@ -55,19 +57,14 @@ PEERS: dict[str, Any] = {
 _LOGGING_STEPS = 20
 
 
-@dataclass
-class QualityOptions:
+@dataclass(kw_only=True)
+class QualityOptions(DrafterShape):
     """Options of the benchmark."""
 
     train_files: list[str] = field(metadata={"help": "JSONL files from dflash-regenerate."})
     output_dir: str = field(metadata={"help": "Folder for features, drafters and results."})
-    target: str = field(default=EMBEDDED_TARGET, metadata={"help": "Hub id, folder, or the embedded target."})
-    mask_token_id: int = field(default=16, metadata={"help": "Unused row of the target's embedding."})
     trainers: list[str] = field(default_factory=lambda: [*OURS, *PEERS], metadata={"help": "Which to run."})
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "Row order and anchors."})
-    num_hidden_layers: int = field(default=2, metadata={"help": "Draft layers."})
-    num_target_features: int = field(default=5, metadata={"help": "Tapped layers."})
-    block_size: int = field(default=8, metadata={"help": "Tokens per block, anchor included."})
     num_steps: int = field(default=300, metadata={"help": "Optimizer steps."})
     batch_size: int = field(default=4, metadata={"help": "Rows per step."})
     num_anchors: int = field(default=16, metadata={"help": "Anchors per row."})
@@ -101,13 +98,7 @@ class OrderedTrainer(DFlashTrainer):
 def load_material(options: QualityOptions) -> Material:
     """Target and rows; the training rows' features are kept in the output folder, mapped into memory."""
     target, tokenizer = load_target(options.target, dtype=torch.bfloat16)
-    config = create_drafter_config(
-        target.config,
-        num_hidden_layers=options.num_hidden_layers,
-        num_target_features=options.num_target_features,
-        block_size=options.block_size,
-        mask_token_id=options.mask_token_id,
-    )
+    config = options.config_for(target)
     train_rows, eval_rows = choose_rows(options)
     file = Path(options.output_dir) / "rows.pt"
     if not file.exists():
@@ -249,7 +240,7 @@ def run_one(name: str, seed: int, folder: Path, material: Material, options: Qua
         "seconds_per_step": seconds / options.num_steps,
         "losses": losses,
     }
-    (folder / "result.json").write_text(json.dumps(result, indent=1))
+    write_json(folder / "result.json", result)
     return result
 
 
@@ -279,7 +270,7 @@ def main() -> None:
     settings_file = folder / "settings.json"
     if settings_file.exists() and json.loads(settings_file.read_text()) != settings:
         raise ValueError(f"{folder} holds runs of other settings; choose another `output_dir` or delete it.")
-    settings_file.write_text(json.dumps(settings, indent=1))
+    write_json(settings_file, settings)
     material = load_material(options)
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in options.trainers}
     for seed in options.seeds:
@@ -293,9 +284,7 @@ def main() -> None:
     print(table(results))
     origin = provenance(options, held_out_prompts(options.prompts_per_kind))
     origin["versions"].update(peer_versions())
-    unfinished = folder / "results.json.tmp"
-    unfinished.write_text(json.dumps({"provenance": origin, "results": results}, indent=1))
-    os.replace(unfinished, folder / "results.json")
+    write_json(folder / "results.json", {"provenance": origin, "results": results})
 
 
 if __name__ == "__main__":

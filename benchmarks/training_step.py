@@ -13,7 +13,6 @@ takes the target's most likely tokens for labels and divides by the number of sl
 import ctypes
 import json
 import multiprocessing
-import os
 import statistics
 import tempfile
 import time
@@ -24,16 +23,25 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from peer_trainers import GivenFeatures, Row, SpecForgeStep, SpeculatorsStep, peer_versions, row_with_features
+from peer_trainers import (
+    DrafterShape,
+    GivenFeatures,
+    Row,
+    SpecForgeStep,
+    SpeculatorsStep,
+    peer_versions,
+    row_with_features,
+)
 from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from dflash_hf import DFlashDraftModel, create_drafter, create_drafter_config
+from dflash_hf import DFlashDraftModel, create_drafter
 from dflash_hf.eval.run import provenance
-from dflash_hf.hub_configs.embedded_target import EMBEDDED_TARGET, load_target
+from dflash_hf.hub_configs.embedded_target import load_target
 from dflash_hf.trainer import DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.trainer.command_line import parse_options
+from dflash_hf.trainer.provenance import write_json
 
 # The target's dtype decides: a float32 drafter runs under autocast beside a bfloat16 target.
 DTYPES = {"float32": "fp32", "bfloat16": "bf16 autocast"}
@@ -51,14 +59,9 @@ IMPLEMENTATIONS = (
 
 
 @dataclass
-class StepOptions:
+class StepOptions(DrafterShape):
     """Options of the benchmark."""
 
-    target: str = field(default=EMBEDDED_TARGET, metadata={"help": "Hub id, folder, or the embedded target."})
-    mask_token_id: int = field(default=16, metadata={"help": "Unused row of the target's embedding."})
-    num_hidden_layers: int = field(default=2, metadata={"help": "Draft layers."})
-    num_target_features: int = field(default=5, metadata={"help": "Tapped layers."})
-    block_size: int = field(default=8, metadata={"help": "Tokens per block, anchor included."})
     num_anchors: int = field(default=64, metadata={"help": "Anchors per row."})
     batch_size: int = field(default=4, metadata={"help": "Rows."})
     length: int = field(default=512, metadata={"help": "Tokens of a row."})
@@ -95,13 +98,7 @@ class Parts:
 def build_parts(options: StepOptions, dtype: str, folder: Path) -> Parts:
     """Target, drafter, rows with features, our trainer and its batches; rows are made once per folder."""
     target, _ = load_target(options.target, dtype=getattr(torch, dtype))
-    config = create_drafter_config(
-        target.config,
-        num_hidden_layers=options.num_hidden_layers,
-        num_target_features=options.num_target_features,
-        block_size=options.block_size,
-        mask_token_id=options.mask_token_id,
-    )
+    config = options.config_for(target)
     drafter = create_drafter(target, config, init="target").train()
     if not (folder / "rows.pt").exists():
         torch.save(make_rows(options, target, config.target_layer_ids), folder / "rows.pt")
@@ -280,11 +277,7 @@ def main() -> None:
     if options.output is not None:
         origin = provenance(options, [])
         origin["versions"].update(peer_versions())
-        path = Path(options.output)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(path.name + ".tmp")
-        unfinished.write_text(json.dumps({"provenance": origin, "checks": checks, "results": figures}, indent=1))
-        os.replace(unfinished, path)
+        write_json(options.output, {"provenance": origin, "checks": checks, "results": figures})
 
 
 if __name__ == "__main__":

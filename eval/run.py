@@ -2,13 +2,9 @@
 
 import hashlib
 import json
-import os
-import platform
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +12,6 @@ import transformers
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import dflash_hf
 from dflash_hf.eval import metrics
 from dflash_hf.eval.decode import Answer, answer_prompt, encode_prompt
 from dflash_hf.eval.prompts import KINDS, held_out_prompts
@@ -24,6 +19,7 @@ from dflash_hf.hub_configs import shipped_drafter_folder
 from dflash_hf.hub_configs.embedded_target import EMBEDDED_TARGET, load_target
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.trainer.command_line import parse_options
+from dflash_hf.trainer.provenance import command_line, hardware, versions, write_json
 
 
 @dataclass
@@ -112,27 +108,12 @@ def provenance(options: Any, prompts: Sequence[dict[str, str]]) -> dict[str, Any
     """What a reader needs to repeat a figure: command, versions, hardware, options and a hash of the prompts."""
     digest = hashlib.sha256(json.dumps(list(prompts), sort_keys=True).encode()).hexdigest()
     return {
-        "command": " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        "command": command_line(),
         "options": asdict(options),
-        "versions": {
-            "dflash_hf": dflash_hf.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "hardware": {"machine": platform.machine(), "cpus": os.cpu_count(), "processor": _processor_name()},
+        "versions": versions(),
+        "hardware": hardware(),
         "prompts_sha256": digest,
     }
-
-
-def _processor_name() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
 def markdown_table(summary: dict[str, dict[str, dict[str, float]]]) -> str:
@@ -172,11 +153,7 @@ def main() -> None:
     )
     print(markdown_table(results["summary"]))
     if options.output is not None:
-        path = Path(options.output)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(json.dumps({"provenance": provenance(options, prompts), **results}, indent=1))
-        os.replace(temporary, path)
+        write_json(options.output, {"provenance": provenance(options, prompts), **results})
 
 
 if __name__ == "__main__":

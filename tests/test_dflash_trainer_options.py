@@ -172,7 +172,7 @@ def test_checkpoint_says_where_it_came_from(tmp_path):
     trainer = make_trainer(tmp_path, ROWS, max_steps=2, save_strategy="steps", save_steps=2)
     trainer.train()
     record = json.loads((tmp_path / "checkpoint-2" / "run.json").read_text())
-    assert record["step"] == 2 and {"command", "git", "versions", "machine", "started"} <= set(record)
+    assert record["step"] == 2 and {"command", "git", "versions", "hardware", "started"} <= set(record)
 
 
 def make_lora_trainer(folder, target, rows, drafter=None, **options) -> DFlashTrainer:

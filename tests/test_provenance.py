@@ -14,14 +14,14 @@ def test_secrets_on_the_command_line_are_not_recorded(monkeypatch, arguments):
     monkeypatch.setattr("sys.argv", ["dflash-train", *arguments, "--seed", "3"])
     record = run_record()
     assert "hf_abc" not in json.dumps(record)
-    assert record["command"][0] == "dflash-train" and record["command"][-2:] == ["--seed", "3"]
+    assert record["command"].startswith("dflash-train --") and record["command"].endswith(" --seed 3")
 
 
 def test_record_has_versions_machine_and_the_given_facts():
     record = run_record(seed=7, data={"fingerprint": "x"})
     assert record["seed"] == 7 and record["data"] == {"fingerprint": "x"}
     assert {"python", "torch", "transformers", "accelerate"} <= set(record["versions"])
-    assert record["machine"]["processors"] >= 1
+    assert record["hardware"]["cpus"] >= 1
 
 
 def test_git_state_is_that_of_the_working_folder(tmp_path, monkeypatch):

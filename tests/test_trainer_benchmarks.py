@@ -32,7 +32,13 @@ def test_no_row_is_trained_twice_or_held_out_too(tmp_path):
     rows = [{"input_ids": [number] * (8 + number % 2), "prompt_length": 4} for number in range(40)]
     write_json_lines(file, rows)
     options = QualityOptions(
-        [str(file)], str(tmp_path), num_steps=4, batch_size=3, num_anchors=2, eval_rows=5, max_length=8
+        train_files=[str(file)],
+        output_dir=str(tmp_path),
+        num_steps=4,
+        batch_size=3,
+        num_anchors=2,
+        eval_rows=5,
+        max_length=8,
     )
     train, held_out = ({part[i]["input_ids"][0] for i in range(len(part))} for part in choose_rows(options))
     assert (len(train), len(held_out), len(train & held_out)) == (12, 5, 0)

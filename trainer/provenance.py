@@ -1,5 +1,6 @@
-"""Where a checkpoint came from: command, code, versions, data and seed."""
+"""Where a checkpoint or a figure came from: command, code, versions, hardware; and how JSON files are written."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -11,28 +12,49 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("dflash-hf", "torch", "transformers", "accelerate", "datasets", "peft", "safetensors")
+import torch
+
+import dflash_hf
+
+_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors")
 _SECRETS = ("token", "password", "api_key")
 
 
 def run_record(**facts: Any) -> dict[str, Any]:
-    """What is known about this run: `facts` plus command, git state of the working folder, versions and machine.
-
-    Values of flags that look like secrets, such as `--hub_token`, are left out.
-    """
+    """What is known about this run: `facts` plus command, git state of the working folder, versions and hardware."""
     return {
         **facts,
-        "command": _without_secrets(sys.argv),
+        "command": command_line(),
         "git": _git_state(),
-        "versions": {"python": platform.python_version(), **_versions()},
-        "machine": {"platform": platform.platform(), "processors": os.cpu_count(), "devices": _devices()},
+        "versions": versions(),
+        "hardware": hardware(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 
+def command_line() -> str:
+    """This process's command; values of flags that look like secrets, such as `--hub_token`, are hidden."""
+    return " ".join([os.path.basename(sys.argv[0]), *_without_secrets(sys.argv[1:])])
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that matter, as far as they are installed; `dflash_hf` is this one."""
+    found = {"dflash_hf": dflash_hf.__version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """`machine`, `cpus` and `processor`: the GPU if there is one."""
+    return {"machine": platform.machine(), "cpus": os.cpu_count(), "processor": _processor_name()}
+
+
 def write_json(path: str | Path, value: Any) -> None:
-    """Writes `value` under a temporary name and renames it to `path`."""
+    """Writes `value` under a temporary name and renames it to `path`, whose folder is made if needed."""
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
     os.replace(temporary, path)
@@ -52,16 +74,6 @@ def _without_secrets(arguments: Sequence[str]) -> list[str]:
     return shown
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def _git_state() -> dict[str, Any] | None:
     """Commit and whether files differ from it; None outside of a repository or without git."""
     try:
@@ -78,7 +90,11 @@ def _git_state() -> dict[str, Any] | None:
     return {"commit": commit.stdout.strip(), "has_changes": bool(status.stdout.strip())}
 
 
-def _devices() -> list[str]:
-    import torch
-
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+def _processor_name() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
