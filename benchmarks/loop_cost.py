@@ -3,24 +3,20 @@
     OMP_NUM_THREADS=1 python benchmarks/loop_cost.py
 
 All run the same weights on the same prompts, greedily. `dflash` is the default, whose verified length follows from
-measured cost and acceptance; `whole block` verifies every proposal, as the loops that it is compared with do. A cycle
+measured cost and acceptance; `whole_block` verifies every proposal, as the loops that it is compared with do. A cycle
 is one verify forward with what belongs to it, without the prompt's forward. Overhead is a call's time outside the
 target's forward, the drafter's forward and the head on draft rows. The authors' loop is measured if their wheel is
 installed (`pip install --no-deps dflash==0.1.0`).
 """
 
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
-from torch import nn
 from tqdm import tqdm
-from transformers import PreTrainedModel, Qwen3Config
 
-from dflash_hf.eval.decode import encode_prompt, method_options
+from dflash_hf.eval.decode import Answer, encode_prompt
+from dflash_hf.eval.methods import MethodUnavailable, decoder
 from dflash_hf.eval.prompts import held_out_prompts
 from dflash_hf.hub_configs import shipped_drafter_folder
 from dflash_hf.hub_configs.embedded_target import EMBEDDED_TARGET, load_target
@@ -39,44 +35,6 @@ class LoopCostOptions:
     max_new_tokens: int = field(default=128, metadata={"help": "New tokens of each call."})
 
 
-class ForwardClock:
-    """Time inside chosen modules, nested calls counted once, and the number of target forwards.
-
-    Args:
-        target ([`PreTrainedModel`]): Its forwards are counted; its head outside of them belongs to drafting.
-        drafters: Modules whose forward is drafting.
-    """
-
-    def __init__(self, target: PreTrainedModel, drafters: list[nn.Module]):
-        self._target = target
-        self._depth = 0
-        for module in (target, target.get_output_embeddings(), *drafters):
-            module.register_forward_pre_hook(self._enter)
-            module.register_forward_hook(self._leave)
-        self.reset()
-
-    def reset(self) -> None:
-        self.inside_seconds = 0.0
-        self.prefill_seconds = 0.0
-        self.num_target_forwards = 0
-
-    def _enter(self, module, arguments) -> None:
-        if self._depth == 0:
-            self._start = time.perf_counter()
-        self._depth += 1
-
-    def _leave(self, module, arguments, output) -> None:
-        self._depth -= 1
-        if self._depth:
-            return
-        seconds = time.perf_counter() - self._start
-        self.inside_seconds += seconds
-        if module is self._target:
-            self.num_target_forwards += 1
-            if self.num_target_forwards == 1:
-                self.prefill_seconds = seconds
-
-
 @dataclass
 class Cost:
     """Figures of one call: milliseconds a cycle, share of the wall time outside forwards, tokens a cycle."""
@@ -86,29 +44,14 @@ class Cost:
     tokens_per_cycle: float
 
 
-def measure(clock: ForwardClock, call: Callable[[], torch.Tensor], num_prompt_tokens: int) -> Cost:
-    """Cost of one decoding call that returns ids of shape (1, prompt + new tokens)."""
-    clock.reset()
-    start = time.perf_counter()
-    new_tokens = call().shape[1] - num_prompt_tokens
-    wall = time.perf_counter() - start
-    cycles = clock.num_target_forwards - 1
+def cost_of(answer: Answer) -> Cost:
+    """Cost of a cycle in one answer, without the prompt's forward."""
+    inside = (answer.draft_seconds or 0.0) + (answer.verify_seconds or 0.0)
     return Cost(
-        cycle_ms=1000 * (wall - clock.prefill_seconds) / cycles,
-        overhead=(wall - clock.inside_seconds) / wall,
-        tokens_per_cycle=(new_tokens - 1) / cycles,
+        cycle_ms=1000 * answer.decode_seconds / len(answer.round_seconds),
+        overhead=1 - inside / answer.decode_seconds,
+        tokens_per_cycle=answer.tau,
     )
-
-
-def authors_drafter(drafter: DFlashDraftModel) -> nn.Module | None:
-    """The authors' module with the same weights, or None if their wheel is not installed."""
-    try:
-        from dflash.model import DFlashDraftModel as AuthorsDraftModel
-    except ImportError:
-        return None
-    theirs = AuthorsDraftModel(Qwen3Config(**drafter.config.to_dict())).to(drafter.dtype).eval()
-    theirs.load_state_dict(drafter.state_dict())
-    return theirs
 
 
 @torch.inference_mode()
@@ -118,32 +61,19 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
     target, tokenizer = load_target(options.target, dtype=dtype)
     drafter = DFlashDraftModel.from_pretrained(options.drafter or shipped_drafter_folder(), dtype=dtype).eval()
-    theirs = authors_drafter(drafter)
-    clock = ForwardClock(target, [module for module in (drafter, theirs) if module is not None])
-    limits = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
-
-    def run(method: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        if method == "whole block":
-            return target.generate(
-                **inputs, **limits, assistant_model=drafter, num_assistant_tokens=drafter.config.block_size - 1
-            )
-        if method != "authors":
-            return target.generate(**inputs, **limits, **method_options(method, drafter))
-        from dflash.model import dflash_generate
-
-        return dflash_generate(
-            theirs, target, inputs["input_ids"], options.max_new_tokens, [target.generation_config.eos_token_id]
-        )
-
-    methods = ["plain", "dflash", "whole block", "native", *(["authors"] if theirs is not None else [])]
-    costs: dict[str, list[Cost]] = {method: [] for method in methods}
-    warm_up = encode_prompt(tokenizer, "Hello.", target.device)
-    for method in methods:
-        run(method, warm_up)
+    decoders = {}
+    for method in ("plain", "dflash", "whole_block", "native", "authors"):
+        try:
+            decoders[method] = decoder(method, target, drafter)
+        except MethodUnavailable as error:
+            print(f"{method}: {error}")
+    costs: dict[str, list[Cost]] = {method: [] for method in decoders}
+    for decode in decoders.values():
+        decode(encode_prompt(tokenizer, "Hello.", target.device), 16, 0.0)
     for row in tqdm(held_out_prompts(options.prompts_per_kind), unit="prompt"):
         inputs = encode_prompt(tokenizer, row["prompt"], target.device)
-        for method in methods:
-            costs[method].append(measure(clock, partial(run, method, inputs), inputs["input_ids"].shape[1]))
+        for method, decode in decoders.items():
+            costs[method].append(cost_of(decode(inputs, options.max_new_tokens, 0.0)))
     print(
         f"{'method':<12} {'ms/cycle':>9} {'in plain steps':>15} {'dflash/this':>12} {'whole block/this':>17} "
         f"{'overhead':>9} {'tokens/cycle':>13}"
@@ -151,7 +81,7 @@ def main() -> None:
     for method, found in costs.items():
         steps = statistics.median(a.cycle_ms / b.cycle_ms for a, b in zip(found, costs["plain"], strict=True))
         ours = statistics.median(a.cycle_ms / b.cycle_ms for a, b in zip(costs["dflash"], found, strict=True))
-        whole = statistics.median(a.cycle_ms / b.cycle_ms for a, b in zip(costs["whole block"], found, strict=True))
+        whole = statistics.median(a.cycle_ms / b.cycle_ms for a, b in zip(costs["whole_block"], found, strict=True))
         print(
             f"{method:<12} {statistics.median(c.cycle_ms for c in found):>9.1f} {steps:>15.2f} {ours:>12.2f} "
             f"{whole:>17.2f} {statistics.median(c.overhead for c in found):>9.1%} "

@@ -36,15 +36,15 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_hf import DFlashConfig, DFlashDraftModel, create_drafter
-from dflash_hf.eval.decode import Answer, RoundRecorder, encode_prompt
-from dflash_hf.eval.metrics import mean_tau, pooled_tau
+from dflash_hf.eval.decode import Answer, encode_prompt
+from dflash_hf.eval.methods import decoder
+from dflash_hf.eval.metrics import tau_mean, tau_pooled
 from dflash_hf.eval.prompts import KINDS, held_out_prompts
-from dflash_hf.eval.run import provenance
 from dflash_hf.hub_configs.embedded_target import load_target
 from dflash_hf.trainer import DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.trainer.command_line import parse_options
 from dflash_hf.trainer.data import TokenRows, read_json_lines
-from dflash_hf.trainer.provenance import write_json
+from dflash_hf.trainer.provenance import run_record, write_json
 
 # Each trainer with its defaults, and variants that bring their losses closer: D-PACE weights are speculators' default,
 # cross-entropy with the paper's fading weights is ours and SpecForge's.
@@ -198,21 +198,11 @@ def live_answers(material: Material, folder: Path, options: QualityOptions) -> d
     """Answers to the held-out prompts by kind, greedy, with the drafter of `folder`; every proposal is verified."""
     target = material.target
     drafter = DFlashDraftModel.from_pretrained(folder, dtype=target.dtype).eval()
+    decode = decoder("whole_block", target, drafter)
     answers: dict[str, list[Answer]] = {kind: [] for kind in KINDS}
     for prompt in tqdm(held_out_prompts(options.prompts_per_kind), desc="prompts", unit="prompt"):
         inputs = encode_prompt(material.tokenizer, prompt["prompt"], target.device)
-        recorder = RoundRecorder()
-        ids = target.generate(
-            **inputs,
-            assistant_model=drafter,
-            num_assistant_tokens=options.block_size - 1,
-            max_new_tokens=options.max_new_tokens,
-            do_sample=False,
-            streamer=recorder,
-        )
-        new_ids = ids[0, inputs["input_ids"].shape[1] :].tolist()
-        # The recorder saw the prompt and the first token before the first verify forward.
-        answers[prompt["kind"]].append(Answer(new_ids, recorder.sizes[2:], 0.0, 0.0))
+        answers[prompt["kind"]].append(decode(inputs, options.max_new_tokens, 0.0))
     return answers
 
 
@@ -232,9 +222,9 @@ def run_one(name: str, seed: int, folder: Path, material: Material, options: Qua
         model=drafter.float(), target_model=material.target, args=args, eval_dataset=material.eval_rows
     )
     result = {
-        "tau_pooled": pooled_tau(every),
-        "tau_mean": mean_tau(every),
-        **{f"tau_{kind}": pooled_tau(answers[kind]) for kind in KINDS},
+        "tau_pooled": tau_pooled(_lengths(every)),
+        "tau_mean": tau_mean(_lengths(every)),
+        **{f"tau_{kind}": tau_pooled(_lengths(answers[kind])) for kind in KINDS},
         "teacher_forced": judge.evaluate()["eval_teacher_forced_tau"],
         "new_tokens": sum(len(answer.token_ids) for answer in every),
         "seconds_per_step": seconds / options.num_steps,
@@ -242,6 +232,10 @@ def run_one(name: str, seed: int, folder: Path, material: Material, options: Qua
     }
     write_json(folder / "result.json", result)
     return result
+
+
+def _lengths(answers: list[Answer]) -> list[list[int]]:
+    return [answer.accepted_lengths for answer in answers]
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
@@ -282,7 +276,7 @@ def main() -> None:
             results[name].append(result)
             print(f"{name}, seed {seed}: tau {result['tau_pooled']:.3f}", flush=True)
     print(table(results))
-    origin = provenance(options, held_out_prompts(options.prompts_per_kind))
+    origin = run_record(options=asdict(options))
     origin["versions"].update(peer_versions())
     write_json(folder / "results.json", {"provenance": origin, "results": results})
 

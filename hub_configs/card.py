@@ -1,6 +1,5 @@
 """The model card: its text, the table of `dflash-eval` results, and what must be right before it is published."""
 
-import json
 import re
 from pathlib import Path
 from string import Template
@@ -43,46 +42,49 @@ def render_card(config: Any, card: dict[str, Any]) -> str:
 
 
 def results_table(report: dict[str, Any] | str | Path) -> str:
-    """What `dflash-eval --output FILE` wrote as a Markdown table, with a line that says how it was measured.
+    """What `dflash-eval` wrote as a short Markdown table, with a line that says how it was measured.
 
     Args:
-        report (`dict`, `str` or `Path`): The report or its JSON file.
+        report (`dict`, `str` or `Path`): The report, its JSON file or the folder it lies in.
     Raises:
-        ValueError: If it is no such report.
+        ValueError: If it is no such report, or holds nothing but plain decoding or a server's figures.
     """
-    data: dict[str, Any] = report if isinstance(report, dict) else json.loads(Path(report).read_text(encoding="utf-8"))
-    lines = [
-        "| method | prompts | tau | speed-up, mean | speed-up, median | identical to plain decoding |",
-        "|---|---|---|---|---|---|",
+    # `dflash_hf.eval` imports this package for the shipped target, so it is not there yet when this file is read.
+    from dflash_hf.eval.report import read_report
+    from dflash_hf.eval.report_tables import number, percent, rows_at, temperature_name, temperatures, with_interval
+
+    data = read_report(report)
+    rows = [
+        f"| {row['method']} | {temperature_name(temperature)} | {row['task']} ({row['prompts']}) | "
+        f"{with_interval(row['tau'], row['tau_interval'])} | "
+        f"{with_interval(row['speedup'], row['speedup_interval'], unit='x')} | "
+        f"{number(row['speedup_median'], unit='x')} | {percent(row['identical'])} |"
+        for temperature in temperatures(data)
+        for row in sorted(rows_at(data, temperature), key=lambda row: data["methods"].index(row["method"]))
+        if row["method"] != "plain"
     ]
-    try:
-        for method, kinds in data["summary"].items():
-            if method != "plain":
-                lines += [_result_row(method, kind, figures) for kind, figures in kinds.items()]
-        return "\n".join([*lines, "", _how_measured(data["provenance"])])
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"This is no report of `dflash-eval --output FILE`: {error!r} is missing or wrong."
-        ) from error
-
-
-def _result_row(method: str, kind: str, figures: dict[str, float]) -> str:
-    return (
-        f"| {method} | {kind} ({figures['prompts']}) | {figures['tau']:.2f} ± {figures['tau_interval_95']:.2f} | "
-        f"{figures['speedup']:.2f}x | {figures['speedup_median']:.2f}x | {figures['identical']:.0%} |"
-    )
+    if not rows:
+        raise ValueError("The report has no results of a drafting method: a model card cannot show it.")
+    head = ["| method | sampling | prompts | tau | speed-up, mean | speed-up, median | identical to plain decoding |"]
+    return "\n".join([*head, "|---|---|---|---|---|---|---|", *rows, "", _how_measured(data["provenance"])])
 
 
 def _how_measured(provenance: dict[str, Any]) -> str:
-    options, versions, hardware = provenance["options"], provenance["versions"], provenance["hardware"]
-    sampling = f"temperature {options['temperature']}" if options["temperature"] else "greedy"
+    from dflash_hf.eval.report_tables import plain_text, precision_name
+
+    known = {**(provenance["options"] or {}), **provenance}
+    limits = [
+        f"{known[name]} {words}"
+        for name, words in (("max_new_tokens", "new tokens"), ("num_threads", "CPU thread(s)"))
+        if known.get(name) is not None
+    ]
+    settings = [precision_name(provenance), f"attention {provenance['attention']}", *limits]
+    settings += [f"template mode {provenance['template_mode']}", f"seed {provenance['seed']}"]
     return (
-        "tau: tokens per verify step, mean over prompts ± half the 95% interval; speed-up: over plain decoding in the "
-        f"same run, without the prompt's forward. `{provenance['command']}`: {sampling}, {options['dtype']}, "
-        f"{options['num_threads']} CPU thread(s), {options['max_new_tokens']} new tokens. dflash-hf "
-        f"{versions['dflash_hf']}, torch {versions['torch']}, Transformers {versions['transformers']}, Python "
-        f"{versions['python']}; {hardware['processor']}, {hardware['cpus']} CPUs. Prompts `"
-        f"{provenance['prompts_sha256'][:16]}` (SHA-256)."
+        "tau: tokens per verify step, mean over answers; speed-up: over plain decoding in the same run, without the "
+        f"prompt's forward; brackets: 95% interval over prompts. `{provenance['command']}`: {', '.join(settings)}. "
+        f"{plain_text(provenance['versions'])}; {plain_text(provenance['hardware'])}. Prompts "
+        f"`{provenance['prompts_sha256'][:16]}` (SHA-256)."
     )
 
 

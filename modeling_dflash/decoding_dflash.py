@@ -265,7 +265,7 @@ class DecodeCall:
                 "tree is cut to its longest path."
             )
         # A static cache has no columns behind the longest text.
-        return TokenTree.chain(tree.longest_chain().tokens[:, : num_proposals + 1])
+        return tree.longest_chain(num_proposals + 1)
 
     # Accepting
 

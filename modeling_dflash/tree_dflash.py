@@ -87,8 +87,8 @@ class TokenTree:
         """The node that proposes `token` after `node`, if there is one."""
         return self._children[row].get((node, token))
 
-    def longest_chain(self) -> "TokenTree":
-        """Each row's deepest path, the first of them if several are; cut to the shortest row's."""
+    def longest_chain(self, max_nodes: int | None = None) -> "TokenTree":
+        """Each row's deepest path, the first of them if several are; cut to the shortest row's and to `max_nodes`."""
         depths = self.depth_lists
         paths = []
         for row, parents in enumerate(self.parents):
@@ -97,7 +97,7 @@ class TokenTree:
                 path.append(node)
                 node = parents[node]
             paths.append(path[::-1])
-        nodes = min(map(len, paths))
+        nodes = min(map(len, paths)) if max_nodes is None else min(max_nodes, *map(len, paths))
         index = torch.tensor([path[:nodes] for path in paths], device=self.tokens.device)
         return TokenTree.chain(self.tokens.gather(1, index))
 

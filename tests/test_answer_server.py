@@ -8,7 +8,7 @@ import torch
 from loopback_server import LoopbackServer
 from tiny_material import make_tokenizer, save_tiny_target
 
-from dflash_hf.trainer import answer_server as answer_server_module
+from dflash_hf.trainer import server_connection
 from dflash_hf.trainer.answer_server import AnswerServer, AnswerServerError
 from dflash_hf.trainer.answers import in_flight
 
@@ -29,8 +29,8 @@ def target(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(answer_server_module, "_FIRST_WAIT", 0.01)
-    monkeypatch.setattr(answer_server_module, "_MAX_TRIES", 4)
+    monkeypatch.setattr(server_connection, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr(server_connection, "_MAX_TRIES", 4)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
@@ -132,8 +132,8 @@ def test_retry_after_is_waited_for_in_seconds_and_as_a_date(target):
         server.answer(PROMPTS[0], seed=0)
         assert time.monotonic() - started >= 0.4
     date = formatdate(time.time() + 100, usegmt=True)
-    assert 95 < answer_server_module._retry_after(date) <= 100
-    assert answer_server_module._retry_after("soon") == answer_server_module._retry_after(None) == 0.0
+    assert 95 < server_connection._retry_after(date) <= 100
+    assert server_connection._retry_after("soon") == server_connection._retry_after(None) == 0.0
     with client(target, fault=lambda number, _: (429, {"Retry-After": "nan"}) if number == 2 else None) as (server, _):
         server.answer(PROMPTS[0], seed=0)
 
@@ -176,7 +176,7 @@ def test_refusals_are_not_tried_again_and_show_the_servers_reason(target):
 
 def test_wrong_address_is_named_with_what_it_should_be(target):
     with client(target, prepare=False) as (server, loopback):
-        server.url = loopback.url.removesuffix("/v1")
+        server._connection.url = loopback.url.removesuffix("/v1")
         with pytest.raises(AnswerServerError, match="status 404.*ends with /v1"):
             server.prepare(PROMPTS[0], target="target", longest=64, needs_token_ids=True)
     for url, problem in (("localhost:8000/v1", "http://"), ("http://me:secret@localhost/v1", "OPENAI_API_KEY")):

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from report_material import make_report, make_serving_report
 
 from dflash_hf.hub_configs.card import card_for_upload, render_card, results_table
 
@@ -14,27 +15,7 @@ CARD = {
     "results": "None yet.",
     "limits": "All.",
 }
-FIGURES = {
-    "tau": 3.456,
-    "tau_interval_95": 0.12,
-    "tau_pooled": 3.4,
-    "speedup": 2.25,
-    "speedup_median": 2.5,
-    "tokens_per_second": 20.0,
-    "identical": 0.5,
-    "repeated_4grams": 0.1,
-    "prompts": 16,
-}
-REPORT = {
-    "provenance": {
-        "command": "dflash-eval --output eval.json",
-        "options": {"temperature": 0.0, "dtype": "bfloat16", "num_threads": 1, "max_new_tokens": 128},
-        "versions": {"dflash_hf": "0.1.0", "torch": "2.13.0", "transformers": "5.24.0", "python": "3.11.7"},
-        "hardware": {"machine": "x86_64", "cpus": 2, "processor": "a processor"},
-        "prompts_sha256": "0123456789abcdef" * 4,
-    },
-    "summary": {"plain": {"all": FIGURES}, "dflash": {"code": FIGURES, "all": FIGURES | {"prompts": 64}}},
-}
+REPORT = make_report()
 
 
 @pytest.fixture
@@ -59,38 +40,46 @@ def test_card_states_the_targets_revision_if_it_is_known(tiny_config):
     assert "| Target revision | 0abc |" in render_card(tiny_config, CARD | {"target_revision": "0abc"})
 
 
-def test_results_table_has_a_row_per_method_and_kind_and_says_how_it_was_measured():
-    lines = results_table(REPORT).splitlines()
-    assert lines[2:5] == [
-        "| dflash | code (16) | 3.46 ± 0.12 | 2.25x | 2.50x | 50% |",
-        "| dflash | all (64) | 3.46 ± 0.12 | 2.25x | 2.50x | 50% |",
-        "",
-    ]
-    facts = ("`dflash-eval --output eval.json`: greedy, bfloat16, 1 CPU thread(s), 128 new tokens", "torch 2.13.0")
-    facts += ("a processor, 2 CPUs", "`0123456789abcdef` (SHA-256)", "half the 95% interval")
-    assert len(lines) == 6 and all(fact in lines[5] for fact in facts)
+def test_results_table_has_a_row_per_method_sampling_and_task_and_says_how_it_was_measured():
+    head, rule, *rows, blank, how = results_table(REPORT).splitlines()
+    assert len(rows) == 3 * 2 * 5 and not blank and not any("plain" in row for row in rows)
+    assert rows[0] == "| dflash | greedy | all (120) | 3.14 [2.98, 3.30] | 2.42x [2.17, 2.66] | 2.46x | 98% |"
+    assert rows[4].startswith("| dflash | greedy | json (30) |") and rows[5].startswith("| prompt_lookup | greedy |")
+    assert rows[15].startswith("| dflash | temperature 1 | all (120) | 2.64 [2.50, 2.77] |")
+    assert {row.count("|") for row in (head, rule, *rows)} == {8}
+    facts = ("`dflash-eval --output_dir runs/eval --temperatures 0 1`: bfloat16, not quantised, attention sdpa",)
+    facts += ("128 new tokens, 1 CPU thread(s), template mode thinking off, seed 0", "torch 2.13.0", "cpus 2")
+    facts += ("a processor", "`0123456789abcdef` (SHA-256)", "95% interval over prompts")
+    assert all(fact in how for fact in facts)
 
 
-def test_results_table_names_the_temperature_of_sampled_answers():
-    options = REPORT["provenance"]["options"] | {"temperature": 0.7}
-    assert ": temperature 0.7," in results_table(REPORT | {"provenance": REPORT["provenance"] | {"options": options}})
+def test_results_table_leaves_out_options_that_a_report_does_not_have():
+    how = results_table(make_report(options=None, max_new_tokens=96)).splitlines()[-1]
+    assert "96 new tokens, template mode" in how and "thread" not in how
 
 
-@pytest.mark.parametrize("name", ["eval-smollm2-135m-instruct", "eval-smollm2-135m-instruct-whole-block"])
-def test_reports_in_the_docs_have_a_results_table(name):
-    table = results_table(Path(__file__).parents[1] / "docs" / f"{name}.json")
-    assert "| dflash | all (64) |" in table
+def test_reports_in_the_docs_have_a_results_table():
+    reports = {path.parent.name: path for path in (Path(__file__).parents[1] / "docs").glob("*/report.json")}
+    assert "eval-smollm2-135m-instruct" in reports
+    for path in reports.values():
+        assert "| dflash | greedy | all (" in results_table(path)
 
 
-@pytest.mark.parametrize("report", [{}, {"summary": {"dflash": {"all": {}}}}, {"summary": []}])
-def test_other_json_is_no_report(report):
-    with pytest.raises(ValueError, match="no report of `dflash-eval --output FILE`"):
-        results_table(report)
+def test_other_json_is_no_report():
+    with pytest.raises(ValueError, match="no report of `dflash-eval`: its `format` is None"):
+        results_table({})
 
 
-def test_report_is_read_from_its_file(tmp_path):
-    (tmp_path / "eval.json").write_text(json.dumps(REPORT))
-    assert results_table(tmp_path / "eval.json") == results_table(REPORT)
+def test_report_without_a_drafting_method_makes_no_results_table():
+    report = REPORT | {"results": [row for row in REPORT["results"] if row["method"] == "plain"]}
+    for without in (report, make_serving_report()):
+        with pytest.raises(ValueError, match="no results of a drafting method"):
+            results_table(without)
+
+
+def test_report_is_read_from_its_file_or_folder(tmp_path):
+    (tmp_path / "report.json").write_text(json.dumps(REPORT))
+    assert results_table(tmp_path / "report.json") == results_table(tmp_path) == results_table(REPORT)
 
 
 def test_card_for_upload_names_the_repository_wherever_it_is_used(text):

@@ -134,7 +134,7 @@ def test_card_on_the_hub_names_its_repository_and_shows_results(folder, hub, tmp
     before = (folder / "README.md").read_text()
     push(folder, hub, results=tmp_path / "eval.json")
     card = hub.repositories["user/drafter"].files()["README.md"].content.decode()
-    assert 'from_pretrained("user/drafter"' in card and "| dflash | all (64) | 3.46 ± 0.12 |" in card
+    assert 'from_pretrained("user/drafter"' in card and "| dflash | greedy | all (120) | 3.14 [2.98, 3.30] |" in card
     assert (folder / "README.md").read_text() == before
 
 

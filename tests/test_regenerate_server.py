@@ -18,8 +18,8 @@ from regenerate_material import make_chat_tokenizer, rows_by_id, save_chat_targe
 from tiny_material import make_tokenizer, save_tiny_target
 from transformers import AutoModelForCausalLM
 
-from dflash_hf.trainer import answer_server as answer_server_module
 from dflash_hf.trainer import regenerate as regenerate_module
+from dflash_hf.trainer import server_connection
 from dflash_hf.trainer.answer_server import AnswerServerError
 from dflash_hf.trainer.data import write_json_lines
 from dflash_hf.trainer.regenerate import RegenerateOptions, regenerate
@@ -48,7 +48,7 @@ def target(material):
 
 @pytest.fixture
 def options(material, tmp_path, monkeypatch) -> RegenerateOptions:
-    monkeypatch.setattr(answer_server_module, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr(server_connection, "_FIRST_WAIT", 0.01)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     return RegenerateOptions(
         prompts=str(material / "prompts.jsonl"),

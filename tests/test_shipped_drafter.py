@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.eval.decode import answer_prompt, encode_prompt
+from dflash_hf.eval import evaluate_drafter, load_tasks
+from dflash_hf.eval.decode import encode_prompt
 from dflash_hf.eval.generate import GenerateOptions, fast_dtype, run_prompt
+from dflash_hf.eval.methods import decoder
 from dflash_hf.eval.prompts import demo_prompts
-from dflash_hf.eval.run import evaluate_drafter, markdown_table, provenance
+from dflash_hf.eval.report import read_report
 from dflash_hf.hub_configs import load_hub_config, shipped_drafter_folder
 from dflash_hf.hub_configs.embedded_target import EMBEDDED_TARGET, load_target
 
@@ -59,8 +61,8 @@ def test_float32_answers_equal_plain_greedy_and_proposals_are_accepted(target_an
     rounds = []
     for row in demo_prompts()[::2]:
         inputs = encode_prompt(tokenizer, row["prompt"], target.device)
-        plain = answer_prompt(target, inputs, "plain", max_new_tokens=32)
-        drafted = answer_prompt(target, inputs, "dflash", drafter=drafter, max_new_tokens=32)
+        plain = decoder("plain", target)(inputs, 32, 0.0)
+        drafted = decoder("dflash", target, drafter)(inputs, 32, 0.0)
         assert drafted.token_ids == plain.token_ids
         rounds += drafted.accepted_lengths
     assert sum(rounds) / len(rounds) > 1.3
@@ -77,18 +79,15 @@ def test_dflash_generate_streams_text_and_prints_tau(target_and_tokenizer, draft
 
 
 @pytest.mark.slow
-def test_evaluation_covers_every_method_and_kind_with_provenance(target_and_tokenizer, drafter):
+def test_evaluation_covers_every_method_and_task_with_provenance(target_and_tokenizer, drafter):
     target, tokenizer = target_and_tokenizer
-    prompts = demo_prompts()[1::2]
-    results = evaluate_drafter(target, drafter, tokenizer, prompts, max_new_tokens=12)
-    assert set(results["summary"]) == {"plain", "dflash", "prompt_lookup"}
-    for kinds in results["summary"].values():
-        assert set(kinds) == {"code", "chat", "maths", "explanation", "all"}
-        assert kinds["all"]["identical"] == 1.0 and kinds["all"]["prompts"] == 4
-    assert len(results["answers"]) == 3 * len(prompts)
-    assert markdown_table(results["summary"]).count("\n") == 1 + 3 * 5
-    facts = provenance(GenerateOptions(), prompts)
-    assert facts["versions"]["torch"] == torch.__version__ and len(facts["prompts_sha256"]) == 64
+    prompts = load_tasks(["chat", "maths"], samples=2)
+    report = read_report(evaluate_drafter(target, drafter, tokenizer, prompts, max_new_tokens=12))
+    assert report["methods"] == ["plain", "prompt_lookup", "dflash"]
+    for row in report["results"]:
+        assert row["identical"] == 1.0 and row["prompts"] == (4 if row["task"] == "all" else 2)
+    assert len(report["results"]) == 3 * 3
+    assert report["provenance"]["versions"]["torch"] == torch.__version__
 
 
 def test_fast_dtype_is_one_that_the_processor_can_use():

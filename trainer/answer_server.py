@@ -1,42 +1,15 @@
 """Answers from an inference server (vLLM, SGLang) as the token ids that it wrote, with many requests in flight."""
 
-import os
-import random
-import threading
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
-from time import time
 from typing import Any, Literal
 
-from huggingface_hub.utils import httpx  # httpx, or httpx2 from huggingface_hub 2 on
 from transformers.utils import logging
+
+from dflash_hf.trainer.server_connection import AnswerServerError, ServerConnection
 
 logger = logging.get_logger(__name__)
 
 Api = Literal["auto", "openai", "sglang"]
-
-_MAX_TRIES = 10
-_FIRST_WAIT = 0.5  # seconds; doubles with every try
-_LONGEST_WAIT = 60.0
-_LONGEST_RETRY_AFTER = 600.0
-_TRANSIENT_STATUS = {408, 425, 429}  # and every 5xx
-_KEY_HINT = ". Put the server's key into the environment variable OPENAI_API_KEY."
-_HINTS = {
-    401: _KEY_HINT,
-    403: _KEY_HINT,
-    404: ". `--server` must be the address of the OpenAI-compatible endpoints, which ends with /v1.",
-}
-
-
-class AnswerServerError(RuntimeError):
-    """The server cannot be reached, refuses a request, or answers in a way that cannot be right.
-
-    `is_transient` tells faults that may pass, after all tries, from the others.
-    """
-
-    def __init__(self, message: str, *, is_transient: bool = False):
-        super().__init__(message)
-        self.is_transient = is_transient
 
 
 @dataclass(frozen=True)
@@ -79,32 +52,23 @@ class AnswerServer:
         max_new_tokens: int,
         timeout: float = 1800.0,
     ):
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"`server` must begin with http:// or https://, got {url!r}.")
-        if httpx.URL(url).userinfo:
-            raise ValueError(
-                "`server` must not hold a password. Put the key into the environment variable OPENAI_API_KEY."
-            )
-        self.url = url.rstrip("/")
         self.model = model
         self.api = api
         self.sampling = sampling
         self.max_new_tokens = max_new_tokens
-        self._key = os.environ.get("OPENAI_API_KEY", "").strip()
-        self._client = httpx.Client(
-            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-            timeout=httpx.Timeout(timeout, connect=10.0),
-            limits=httpx.Limits(max_connections=None),  # `in_flight` is the limit
-        )
+        self._connection = ServerConnection(url, timeout=timeout)
         self._num_answered = 0
-        self._closed = threading.Event()
+
+    @property
+    def url(self) -> str:
+        """Base of the OpenAI-compatible endpoints."""
+        return self._connection.url
 
     def __enter__(self) -> "AnswerServer":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closed.set()
-        self._client.close()
+        self._connection.close()
 
     def prepare(self, prompt_ids: list[int], *, target: str, longest: int, needs_token_ids: bool) -> None:
         """Chooses `model` and `api`, with one short request for each API that is tried.
@@ -118,18 +82,9 @@ class AnswerServer:
             ValueError: If the server has not the one model, the room or the token ids that are needed.
             AnswerServerError: If the server cannot be reached or refuses the requests.
         """
-        response = self._request("GET", self.url + "/models")
-        try:
-            served = {facts["id"]: facts for facts in response["data"]}
-        except (KeyError, TypeError) as error:
-            raise self._unknown_form(response, error) from error
-        if self.model is None and len(served) == 1:
-            self.model = next(iter(served))
-        if self.model not in served:
-            wish = "" if self.model is None else f"not {self.model!r}, "
-            raise ValueError(f"{self.url} serves {wish}{sorted(served)}. Choose one with `--server_model`.")
+        facts = self._connection.served_model(self.model)
+        self.model = facts["id"]
         # vLLM and SGLang give `root`, the folder or Hub id of the weights, and `max_model_len`, in tokens.
-        facts = served[self.model]
         names = {str(facts[key]).rstrip("/").split("/")[-1] for key in ("id", "root") if facts.get(key)}
         if target.rstrip("/").split("/")[-1] not in names:
             logger.warning(f"{self.url} serves {sorted(names)}. Make sure that this is the target, {target}.")
@@ -187,7 +142,7 @@ class AnswerServer:
         if api == "openai":
             seeding = {"seed": seed} if is_seeded else {}
             body = {"model": self.model, "prompt": prompt_ids, "max_tokens": max_new_tokens, "return_token_ids": True}
-            response = self._request("POST", self.url + "/completions", body | sampling | seeding)
+            response = self._connection.request("POST", self.url + "/completions", body | sampling | seeding)
             read = _read_openai
         else:
             seeding = {"sampling_seed": seed} if is_seeded else {}
@@ -195,51 +150,12 @@ class AnswerServer:
                 "input_ids": prompt_ids,
                 "sampling_params": {"max_new_tokens": max_new_tokens, **sampling, **seeding},
             }
-            response = self._request("POST", self.url.removesuffix("/v1") + "/generate", body)
+            response = self._connection.request("POST", self._connection.root_url + "/generate", body)
             read = _read_sglang
         try:
             return read(response, prompt_ids)
         except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise self._unknown_form(response, error) from error
-
-    def _request(self, method: str, url: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON of the server's response."""
-        wait = _FIRST_WAIT
-        for num_tries in range(1, _MAX_TRIES + 1):
-            try:
-                response = self._client.request(method, url, json=body)
-            except httpx.TransportError as error:
-                problem, pause = f"{url} gives no answer", 0.0
-                details = self._printable(str(error) or type(error).__name__)
-            else:
-                if response.is_success:
-                    return self._json(response)
-                status = response.status_code
-                problem, details = f"{url} answers with status {status}", self._printable(response.text)
-                if status not in _TRANSIENT_STATUS and status < 500:
-                    raise AnswerServerError(f"{problem}: {details}{_HINTS.get(status, '')}")
-                pause = _retry_after(response.headers.get("Retry-After"))
-            logger.warning_once(f"{problem}. Trying again, up to {_MAX_TRIES} times a request.")
-            # The random part keeps requests that failed together from coming back together.
-            pause = max(wait * random.uniform(0.5, 1.0), min(pause, _LONGEST_RETRY_AFTER))
-            if num_tries == _MAX_TRIES or self._closed.wait(pause):
-                break
-            wait = min(2 * wait, _LONGEST_WAIT)
-        raise AnswerServerError(f"{problem}: {details}. Given up after {num_tries} tries.", is_transient=True)
-
-    def _json(self, response: "httpx.Response") -> Any:
-        try:
-            return response.json()
-        except ValueError as error:
-            raise self._unknown_form(response.text, error) from error
-
-    def _unknown_form(self, response: Any, error: Exception) -> AnswerServerError:
-        return AnswerServerError(
-            f"{self.url} answered in an unknown form ({error!r}): {self._printable(str(response))}"
-        )
-
-    def _printable(self, text: str) -> str:
-        return (text.replace(self._key, "***") if self._key else text)[:500]
+            raise self._connection.unknown_form(response, error) from error
 
 
 def _read_openai(response: dict[str, Any], prompt_ids: list[int]) -> ServerAnswer:
@@ -277,17 +193,3 @@ def _own_ids(token_ids: list[int], num_written: int | None, prompt_ids: list[int
     if num_extra < 0 or token_ids[:num_extra] != prompt_ids[-num_extra:]:
         raise AnswerServerError(f"The server counts {num_written} tokens but returned {len(token_ids)} token ids.")
     return token_ids[num_extra:]
-
-
-def _retry_after(value: str | None) -> float:
-    """Seconds to wait by a `Retry-After` header, which holds seconds or a date."""
-    if value is None:
-        return 0.0
-    try:
-        return float(value)
-    except ValueError:
-        pass
-    try:
-        return parsedate_to_datetime(value).timestamp() - time()
-    except ValueError:
-        return 0.0

@@ -52,11 +52,16 @@ def hardware() -> dict[str, Any]:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Writes `value` under a temporary name and renames it to `path`, whose folder is made if needed."""
+    """Writes `value` as JSON by [`write_text`]."""
+    write_text(path, json.dumps(value, indent=2, default=str) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes `text` under a temporary name and renames it to `path`, whose folder is made if needed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
