@@ -18,6 +18,7 @@ from dflash_hf.hub_configs.check_decoding import (
     dtype_name,
     input_device,
 )
+from dflash_hf.hub_configs.check_drift import check_drift, tap_cosines
 from dflash_hf.hub_configs.check_prompts import Prompt, prompts_by_mode
 from dflash_hf.hub_configs.check_repairs import check_repairs
 from dflash_hf.hub_configs.check_report import SMALL_TAU, CheckReport, Finding
@@ -41,6 +42,7 @@ def check_drafter(
     dtype: torch.dtype | str = torch.float32,
     target_revision: str | None = None,
     drafter_revision: str | None = None,
+    reference: PreTrainedModel | str | None = None,
 ) -> CheckReport:
     """What is right and wrong with a pair; nothing about the drafter raises, all of it is in the report.
 
@@ -55,6 +57,8 @@ def check_drafter(
         max_new_tokens (`int`): Longest answer.
         dtype (`torch.dtype` or `str`): Of models that are loaded here; in float32 answers must be equal.
         target_revision, drafter_revision (`str`, *optional*): Hub revisions.
+        reference ([`PreTrainedModel`] or `str`, *optional*): The target that the drafter was trained for, where
+            `target` is a quantised or fine-tuned copy: how far the tapped layers have moved is then measured.
     Raises:
         ValueError: If the target cannot be loaded, or prompts in words come without a tokenizer.
     """
@@ -74,6 +78,13 @@ def check_drafter(
         report.findings += check_config(pair)
     if loaded is not None:
         _check_loaded(report, target, loaded, token_ids, max_new_tokens)
+    first = [ids for ids in next(iter(token_ids.values())) if ids]
+    if loaded is not None and reference is not None and first:
+        if isinstance(reference, str):
+            reference, _ = _load_target(reference, dtype, None)
+        cosines = tap_cosines(target, reference, loaded.config.target_layer_ids, first)
+        report.findings.append(check_drift(cosines))
+        report.metrics |= {f"tap_cosine_layer_{layer}": cosine for layer, cosine in cosines.items()}
     return report
 
 

@@ -54,6 +54,10 @@ class CheckOptions:
     drafter: str = field(metadata={"help": "Folder or Hub id, in any layout that can be read."})
     target_revision: str | None = field(default=None, metadata={"help": "Hub revision of the target."})
     drafter_revision: str | None = field(default=None, metadata={"help": "Hub revision of the drafter; pin it."})
+    reference_target: str | None = field(
+        default=None,
+        metadata={"help": "What the drafter was trained for, if `target` is a quantised or fine-tuned copy of it."},
+    )
     prompts_file: str | None = field(
         default=None,
         metadata={"help": "One prompt a line, or .jsonl with a chat a line; default: four short prompts."},
@@ -120,6 +124,7 @@ def check_command(options: CheckOptions) -> str:
         dtype=options.dtype,
         target_revision=options.target_revision,
         drafter_revision=options.drafter_revision,
+        reference=options.reference_target,
     )
     if options.json is not None:
         path = Path(options.json)
