@@ -19,6 +19,7 @@ from dflash_hf.eval.rounding import explain_difference
 from dflash_hf.eval.tasks import EvalPrompt
 from dflash_hf.trainer.answer_file import finished_ids
 from dflash_hf.trainer.data import read_json_lines
+from dflash_hf.trainer.target_features import input_device
 
 logger = logging.get_logger(__name__)
 
@@ -113,8 +114,7 @@ class Answering:
         return longest + len(turns) * self.max_new_tokens
 
     def _encode(self, messages: list[dict[str, str]]) -> dict[str, torch.Tensor]:
-        device = torch.device("cpu") if self.target.device.type == "meta" else self.target.device
-        return encode_chat(self.tokenizer, messages, device, **self.template_options)
+        return encode_chat(self.tokenizer, messages, input_device(self.target), **self.template_options)
 
     def _order(self, seed: int) -> list[str]:
         """Plain first, since others may need its answer, then the others in an order of this prompt's own."""

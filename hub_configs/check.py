@@ -16,7 +16,6 @@ from dflash_hf.hub_configs.check_decoding import (
     check_taps,
     check_weights,
     dtype_name,
-    input_device,
 )
 from dflash_hf.hub_configs.check_drift import check_drift, tap_cosines
 from dflash_hf.hub_configs.check_prompts import Prompt, prompts_by_mode
@@ -27,6 +26,7 @@ from dflash_hf.hub_configs.match import drafter_of
 from dflash_hf.layouts_dflash import read_fields
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_dflash import check_drafter_fits, text_config
+from dflash_hf.trainer.target_features import input_device
 
 # A damaged folder raises whatever the first reader of its content raises.
 _LOADING_ERRORS = (AttributeError, KeyError, OSError, RuntimeError, StrictDataclassError, TypeError, ValueError)

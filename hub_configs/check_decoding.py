@@ -11,7 +11,7 @@ from dflash_hf.context_dflash import BlockDrafter
 from dflash_hf.hub_configs.check_report import SMALL_TAU, USELESS_TAU, Finding
 from dflash_hf.target_dflash import TargetTaps, decoder_layers
 from dflash_hf.trainer.feature_store import refuse_constant
-from dflash_hf.trainer.target_features import target_logits
+from dflash_hf.trainer.target_features import input_device, target_logits
 
 _FLOAT16_MAX = torch.finfo(torch.float16).max
 _FETCH_AGAIN = "fetch the checkpoint again, or take an earlier one of the training"
@@ -191,11 +191,6 @@ def _greedy(target: PreTrainedModel, prompt: list[int], max_new_tokens: int, **o
         return_dict_in_generate=True,
         **options,
     )
-
-
-def input_device(target: PreTrainedModel) -> torch.device:
-    """Where token ids go; a target that is off-loaded whole has no device of its own."""
-    return torch.device("cpu") if target.device.type == "meta" else target.device
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from dflash_hf.hub_configs.check_decoding import input_device
 from dflash_hf.hub_configs.check_report import Finding
 from dflash_hf.target_dflash import TargetTaps
+from dflash_hf.trainer.target_features import input_device
 
 _FAR = 0.95
 _ADVICE = (

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dflash_hf.trainer.data import first_supervised
+from dflash_hf.trainer.target_features import input_device
 
 _BARE_TEXT_PROMPT = 32
 
@@ -57,7 +58,7 @@ def decode_live(
     drafter.eval()
     try:
         for prompt in prompts:
-            input_ids = torch.tensor([prompt], device=target.device)
+            input_ids = torch.tensor([prompt], device=input_device(target))
             output = target.generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),

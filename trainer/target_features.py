@@ -122,6 +122,11 @@ def target_logits(target: PreTrainedModel, final_hidden: torch.Tensor) -> torch.
     return logits.clone()  # outside of inference mode, so that autograd may keep it
 
 
+def input_device(target: PreTrainedModel) -> torch.device:
+    """Where token ids go; a target that is off-loaded whole has no device of its own."""
+    return torch.device("cpu") if target.device.type == "meta" else target.device
+
+
 @torch.no_grad()
 def check_rebuilt_logits(target: PreTrainedModel) -> None:
     """Refuses a target whose logits [`target_logits`] does not rebuild.
