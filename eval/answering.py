@@ -47,19 +47,20 @@ class Answering:
     seed: int
 
     def warm_up(self, prompts: Sequence[EvalPrompt], temperature: float, optional: set[str]) -> dict[str, str]:
-        """One unmeasured answer per method, to the longest first turn; returns why methods were left out.
+        """One unmeasured answer per method, to the prompt of most tokens; returns why methods were left out.
 
-        Compiled methods need the longest text first, lest they compile again in the middle of the run.
+        A static cache is as long as the longest call so far, and a longer one would be compiled for in mid-run.
 
         Args:
             optional (`set[str]`): Methods that are left out, with a warning, if they fail here.
         """
-        longest = max(prompts, key=lambda prompt: len(prompt.turns[0]))
-        inputs = self._encode([{"role": "user", "content": longest.turns[0]}])
+        longest = max(prompts, key=self.num_tokens)
+        inputs = self._encode([{"role": "user", "content": text} for text in longest.turns])
         left_out = {}
         for method, decode in list(self.decoders.items()):
-            # A static cache is as long as the longest call before.
-            length = self.max_new_tokens if method == "compiled" else min(WARM_UP_TOKENS, self.max_new_tokens)
+            length = min(WARM_UP_TOKENS, self.max_new_tokens)
+            if method == "compiled":  # to the length of all that the last turn may follow
+                length = self.num_tokens(longest) - inputs["input_ids"].shape[1]
             try:
                 decode(inputs, length, temperature)
             except Exception as error:  # other libraries' methods fail in their own ways

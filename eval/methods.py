@@ -18,7 +18,7 @@ from dflash_hf.eval.forward_clock import ForwardClock
 # In this order they are measured and shown.
 METHODS = {
     "plain": "plain `generate`, eager: what all others are compared with",
-    "compiled": "plain `generate` with a static cache and a compiled forward",
+    "compiled": "plain `generate` with a compiled forward and a static cache, as long as the longest call of the run",
     "prompt_lookup": "Transformers' prompt lookup: proposals are copied from the text so far",
     "assistant": "Transformers' assisted decoding with the small model given by `assistant`",
     "self_draft": "a control: the target drafts for itself; where this differs from plain, rounding is the cause",
@@ -26,9 +26,10 @@ METHODS = {
     "authors": "the loop of the authors' package `dflash`",
     "whole_block": "our loop, verifying the whole block in every round",
     "dflash": "our loop as it comes: it chooses how many proposals to verify",
+    "tree": "our loop with best-first trees, as many nodes as pay in each round",
     "forced": "our loop with `simulate_accept_len` tokens accepted in every round: speed without quality",
 }
-_NEED_DRAFTER = {"native", "authors", "whole_block", "dflash", "forced"}
+_NEED_DRAFTER = {"native", "authors", "whole_block", "dflash", "tree", "forced"}
 _LOOKUP_TOKENS = 7
 
 # (inputs, max_new_tokens, temperature) -> Answer
@@ -70,6 +71,7 @@ def method_options(method: str, drafter: PreTrainedModel | None, assistant: PreT
         "assistant": {"assistant_model": assistant},
         "native": {"assistant_model": drafter, "speculation_type": "dflash"},
         "dflash": {"assistant_model": drafter},
+        "tree": {"assistant_model": drafter, "num_tree_nodes": "auto"},
     }
     return options[method]
 
