@@ -49,6 +49,7 @@ def evaluate_drafter(
     assistant: PreTrainedModel | None = None,
     simulate_accept_len: float | None = None,
     ignore_eos: bool = False,
+    draft_window: int | None = None,
     enable_thinking: bool | None = None,
     seed: int = 0,
     output_dir: str | Path | None = None,
@@ -64,7 +65,7 @@ def evaluate_drafter(
         methods: Methods of [`METHODS`] beside `plain`; `("all",)` for all that can run.
         temperatures: Each prompt is answered at each; 0 is greedy.
         max_new_tokens (`int`): Longest answer.
-        assistant, simulate_accept_len, ignore_eos: See [`decoder`].
+        assistant, simulate_accept_len, ignore_eos, draft_window: See [`decoder`].
         enable_thinking (`bool`, *optional*): Argument of the chat template.
         seed (`int`): Seed of sampling.
         output_dir (*optional*): Folder that keeps the answers, so that a stopped run goes on in it.
@@ -93,6 +94,7 @@ def evaluate_drafter(
                     assistant=assistant,
                     simulate_accept_len=simulate_accept_len,
                     ignore_eos=ignore_eos,
+                    draft_window=draft_window,
                 )
             except MethodUnavailable as error:
                 if method in methods:
@@ -115,6 +117,7 @@ def evaluate_drafter(
             "temperatures": list(temperatures),
             "ignore_eos": ignore_eos,
             "simulate_accept_len": simulate_accept_len,
+            "draft_window": draft_window,
             "seed": seed,
             "prompts_sha256": prompts_sha256(fitting),
         }

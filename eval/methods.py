@@ -30,6 +30,7 @@ METHODS = {
     "forced": "our loop with `simulate_accept_len` tokens accepted in every round: speed without quality",
 }
 _NEED_DRAFTER = {"native", "authors", "whole_block", "dflash", "tree", "forced"}
+_OUR_LOOP = {"whole_block", "dflash", "tree"}
 _LOOKUP_TOKENS = 7
 
 # (inputs, max_new_tokens, temperature) -> Answer
@@ -88,11 +89,12 @@ def decoder(
     assistant: PreTrainedModel | None = None,
     simulate_accept_len: float | None = None,
     ignore_eos: bool = False,
+    draft_window: int | None = None,
 ) -> Decoder:
     """A function `(inputs, max_new_tokens, temperature, plain_ids=None, streamer=None) -> Answer`.
 
     `inputs` are `input_ids` and `attention_mask` of one prompt; `plain_ids` the tokens of plain decoding, which only
-    `forced` uses.
+    `forced` uses. `draft_window` limits what the drafter of our loop reads.
 
     Raises:
         MethodUnavailable: If something that the method needs is missing.
@@ -120,6 +122,8 @@ def decoder(
             name = "token_streamer"
         else:
             options |= method_options(method, drafter, target if method == "self_draft" else assistant)
+            if method in _OUR_LOOP and draft_window is not None:
+                options["draft_window"] = draft_window
         proposer = drafter if method in _NEED_DRAFTER else assistant if method == "assistant" else None
         return timed_generate(
             target,

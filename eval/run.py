@@ -59,6 +59,9 @@ class EvalOptions:
     simulate_accept_len: float | None = field(
         default=None, metadata={"help": "Tokens that the method `forced` accepts in every round."}
     )
+    draft_window: int | None = field(
+        default=None, metadata={"help": "Newest tokens that the drafter of our loop reads; default: all."}
+    )
     enable_thinking: bool | None = field(
         default=None, metadata={"help": "Argument of the chat template; must fit the drafter's training."}
     )
@@ -144,6 +147,7 @@ def evaluate_in_process(options: EvalOptions) -> dict[str, Any]:
         assistant=assistant,
         simulate_accept_len=options.simulate_accept_len,
         ignore_eos=options.ignore_eos,
+        draft_window=options.draft_window,
         enable_thinking=options.enable_thinking,
         seed=options.seed,
         output_dir=options.output_dir,

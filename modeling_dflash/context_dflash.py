@@ -1,78 +1,17 @@
-"""The drafter's side of one decoding call: its cache of context keys and values, and the draft of a block."""
-
-from typing import Any
+"""The drafter's side of one decoding call: the context features that come in, and the draft of a block."""
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from .context_cache_dflash import ContextCache, ContextColumns
 from .target_dflash import draft_logits, embed_tokens
 
 logger = logging.get_logger(__name__)
 
 ROUNDS_BEFORE_ALARM = 16
-
-
-class ContextCache:
-    """Keys and values of the drafter's context features, in buffers that grow by doubling.
-
-    Every row's context starts at column 0. A block's own keys are written behind the longest context and overwritten
-    in the next round, so nothing is ever cropped or moved.
-
-    Args:
-        num_layers (`int`): Layers of the drafter.
-        num_rows (`int`): Prompts of the call.
-    """
-
-    def __init__(self, num_layers: int, num_rows: int = 1):
-        self.lengths = [0] * num_rows
-        self._keys: list[Any] = [None] * num_layers
-        self._values: list[Any] = [None] * num_layers
-        self._incoming = [0] * num_rows
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Context tokens of the longest row."""
-        return max(self.lengths)
-
-    def expect(self, num_new: list[int]) -> None:
-        """Announces the context tokens that the next forward brings for each row, padded to the longest."""
-        self._incoming = num_new
-
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All context keys and values, then the block's; `key` and `value` are (rows, heads, new, head_dim)."""
-        num_slots = key.shape[2] - max(self._incoming)
-        context_length = max(map(sum, zip(self.lengths, self._incoming, strict=True)))
-        needed = context_length + num_slots
-        for buffers, states in ((self._keys, key), (self._values, value)):
-            buffer = buffers[layer_idx]
-            if buffer is None or buffer.shape[2] < needed:
-                grown = states.new_zeros(*states.shape[:2], 2 * needed, states.shape[3])
-                if buffer is not None:
-                    held = max(self.lengths)
-                    grown[:, :, :held] = buffer[:, :, :held]
-                buffers[layer_idx] = buffer = grown
-            if len(set(self.lengths)) == len(set(self._incoming)) == 1:
-                buffer[:, :, self.lengths[0] : needed] = states
-                continue
-            for row, (held, new) in enumerate(zip(self.lengths, self._incoming, strict=True)):
-                buffer[row, :, held : held + new] = states[row, :, :new]
-            buffer[:, :, context_length:needed] = states[:, :, -num_slots:]
-        return self._keys[layer_idx][:, :, :needed], self._values[layer_idx][:, :, :needed]
-
-    def keep_context(self) -> None:
-        """Keeps the announced context rows of the last update; the block's rows behind them are given up."""
-        self.lengths = [held + new for held, new in zip(self.lengths, self._incoming, strict=True)]
-
-    def select_rows(self, rows: list[int]) -> None:
-        """Keeps these rows of the batch."""
-        self.lengths = [self.lengths[row] for row in rows]
-        for buffers in (self._keys, self._values):
-            for layer_idx, buffer in enumerate(buffers):
-                if buffer is not None:
-                    buffers[layer_idx] = buffer[rows]
 
 
 class BlockDrafter:
@@ -83,24 +22,50 @@ class BlockDrafter:
         target ([`PreTrainedModel`]): Lends its embedding and head.
         num_unseen (`list[int]`): For each row, the text tokens before the first context feature, whose features are
             unknown because a given cache holds them.
+        draft_window (`int`, *optional*): Blocks see only this many of the newest context features, besides what the
+            windows of the drafter's layers hide. Default: no limit of the call.
+    Raises:
+        ValueError: If `draft_window` is not a positive integer.
     """
 
-    def __init__(self, drafter: PreTrainedModel, target: PreTrainedModel, num_unseen: list[int]):
+    def __init__(
+        self,
+        drafter: PreTrainedModel,
+        target: PreTrainedModel,
+        num_unseen: list[int],
+        draft_window: int | None = None,
+    ):
         self.drafter = drafter
         self.target = target
-        self._cache = ContextCache(drafter.config.num_hidden_layers, len(num_unseen))
+        windows = context_windows(drafter, draft_window)
+        self._cache = ContextCache(len(windows), len(num_unseen), windows)
         self._num_unseen = num_unseen
+        # How many of the newest context features some layer sees; None: all of them. Older ones need not be added.
+        self.max_context = None if None in windows else max(window for window in windows if window is not None)
         self._pending: list[tuple[torch.Tensor, list[int]]] = []
         self._mask_ids = torch.full((1, drafter.config.block_size - 1), drafter.config.mask_token_id)
 
-    def add_features(self, features: torch.Tensor, num_new: list[int]) -> None:
+    @property
+    def num_held_bytes(self) -> int:
+        """Memory of the keys and values that the drafter holds of the context."""
+        return self._cache.num_bytes
+
+    def add_features(self, features: torch.Tensor, num_new: list[int], num_left_out: list[int] | None = None) -> None:
         """Appends context features for the next draft.
 
         Args:
             features (`torch.Tensor`): Shape (rows, tokens, len(target_layer_ids) * D).
             num_new (`list[int]`): How many of its first tokens are real, for each row.
+            num_left_out (`list[int]`, *optional*): Text tokens of each row before these, whose features were left out
+                because `max_context` newer ones follow.
         """
+        if num_left_out is not None:
+            self._count_unseen(num_left_out)
         self._pending.append((features, num_new))
+        if self.max_context is not None:
+            num_pending = sum(features.shape[1] for features, _ in self._pending)
+            if num_pending > 2 * self.max_context:
+                self._merge_pending()
 
     def logits(self, anchors: torch.LongTensor, num_slots: int) -> torch.Tensor:
         """Draft logits of the first `num_slots` slots after the anchor; the block is drafted at full width.
@@ -125,7 +90,7 @@ class BlockDrafter:
             noise_embeds=noise_embeds,
             context_hidden_states=features.to(drafter.device, drafter.dtype),
             position_ids=self._positions(features.shape[1], num_new, width).to(drafter.device),
-            attention_mask=self._attention_mask(num_new, width),
+            attention_mask=self._attention_mask(width),
             cache=self._cache,
         ).last_hidden_state
         if drafter.dtype == torch.float16 and not hidden_states.isfinite().all():
@@ -147,12 +112,12 @@ class BlockDrafter:
         if not self._pending:
             raise RuntimeError("The drafter has got no context features since its last draft.")
         pieces = self._pending
-        if all(set(num_new) == {features.shape[1]} for features, num_new in pieces):
-            merged = torch.cat([features for features, _ in pieces], dim=1)
-            num_new = [merged.shape[1]] * merged.shape[0]
-        elif len(pieces) == 1:
+        if len(pieces) == 1:
             features, num_new = pieces[0]
             merged = features[:, : max(num_new)]
+        elif all(set(num_new) == {features.shape[1]} for features, num_new in pieces):
+            merged = torch.cat([features for features, _ in pieces], dim=1)
+            num_new = [merged.shape[1]] * merged.shape[0]
         else:
             rows = [
                 torch.cat([features[row, : num_new[row]] for features, num_new in pieces])
@@ -160,8 +125,20 @@ class BlockDrafter:
             ]
             num_new = [len(row) for row in rows]
             merged = pad_sequence(rows, batch_first=True)
+        if self.max_context is not None and merged.shape[1] > self.max_context:
+            merged, num_new = self._newest(merged, num_new, self.max_context)
         self._pending = [(merged, num_new)]
         return merged, num_new
+
+    def _newest(self, features: torch.Tensor, num_new: list[int], num_kept: int) -> tuple[torch.Tensor, list[int]]:
+        """The newest `num_kept` features of each row, in memory of their own; no layer sees the older ones."""
+        starts = [max(0, new - num_kept) for new in num_new]
+        self._count_unseen(starts)
+        rows = [features[row, start:new] for row, (start, new) in enumerate(zip(starts, num_new, strict=True))]
+        return pad_sequence(rows, batch_first=True), [len(row) for row in rows]
+
+    def _count_unseen(self, num_tokens: list[int]) -> None:
+        self._num_unseen = [unseen + new for unseen, new in zip(self._num_unseen, num_tokens, strict=True)]
 
     def _positions(self, num_features: int, num_new: list[int], width: int) -> torch.LongTensor:
         """A plain counter of text tokens, shape (rows, num_features + width); also for targets with several axes."""
@@ -174,29 +151,55 @@ class BlockDrafter:
         padding = num_features - torch.tensor(num_new)
         return torch.tensor(starts)[:, None] + steps - is_slot * padding[:, None]
 
-    def _attention_mask(self, num_new: list[int], width: int) -> torch.Tensor | dict[str, torch.Tensor] | None:
-        """What each slot sees when rows have contexts of different lengths; None otherwise."""
-        lengths = [held + new for held, new in zip(self._cache.lengths, num_new, strict=True)]
-        if len(set(lengths)) == 1:
-            return None
-        device, longest = self.drafter.device, max(lengths)
-        ends = torch.tensor(lengths, device=device)[:, None]
-        columns = torch.arange(longest + width, device=device).expand(len(lengths), -1)
-        is_real = (columns < ends) | (columns >= longest)
+    def _attention_mask(self, width: int) -> dict[str, torch.Tensor | None] | None:
+        """What slots see, by layer type, where rows see different columns; None where the layers know it."""
+        masks: dict[str, torch.Tensor | None] = {}
+        for layer, columns in zip(self.drafter.layers, self._cache.columns, strict=True):
+            layer_type = self.drafter.config.layer_types[layer.self_attn.layer_idx]
+            if layer_type not in masks:
+                masks[layer_type] = None if columns.is_uniform else self._layer_mask(layer.self_attn, columns, width)
+        return masks if any(mask is not None for mask in masks.values()) else None
+
+    def _layer_mask(self, attention: nn.Module, columns: ContextColumns, width: int) -> torch.Tensor:
+        device = self.drafter.device
+        starts, ends = (torch.tensor(bounds, device=device)[:, None] for bounds in (columns.starts, columns.ends))
+        last = max(columns.ends)
+        column = torch.arange(min(columns.starts), last + width, device=device)[None]
+        is_slot = column >= last
+        is_real = is_slot | ((column >= starts) & (column < ends))
         if "flash" in self.drafter.config._attn_implementation:
             return is_real.long()
-        positions = torch.where(columns < longest, columns, columns - longest + ends)  # of keys; slots come last
+        positions = torch.where(is_slot, column - last + ends, column)  # counted in columns; slots come last
         distance = positions[:, -width:, None] - positions[:, None, :]  # (rows, slots, keys)
-        masks = {}
-        for layer in self.drafter.layers:
-            attention = layer.self_attn
-            visible = is_real[:, None].expand_as(distance)
-            if attention.is_causal:
-                visible = visible & (distance >= 0)
-            if attention.sliding_window is not None:
-                visible = visible & (distance.abs() < attention.sliding_window)
-            masks[self.drafter.config.layer_types[attention.layer_idx]] = visible[:, None]
-        return masks
+        visible = is_real[:, None].expand_as(distance)
+        if attention.is_causal:
+            visible = visible & (distance >= 0)
+        if attention.sliding_window is not None:
+            visible = visible & (distance.abs() < attention.sliding_window)
+        return visible[:, None]
+
+
+def context_windows(drafter: PreTrainedModel, draft_window: int | None = None) -> list[int | None]:
+    """How many of the newest context features each layer of a drafter sees; None: all of them.
+
+    Args:
+        drafter ([`DFlashDraftModel`]): The drafter.
+        draft_window (`int`, *optional*): The call's own limit; a layer with a smaller window keeps it.
+    Raises:
+        ValueError: If `draft_window` is not a positive integer.
+    """
+    if draft_window is not None and (type(draft_window) is not int or draft_window < 1):
+        raise ValueError(
+            f"`draft_window` is {draft_window!r}; it counts context tokens before a block, so it must be an integer "
+            "of at least 1. Leave it out for no limit."
+        )
+    windows: list[int | None] = []
+    for layer in drafter.layers:
+        # The anchor sees `sliding_window - 1` tokens before itself, later slots fewer.
+        sliding_window = layer.self_attn.sliding_window
+        limits = [draft_window, None if sliding_window is None else sliding_window - 1]
+        windows.append(min((limit for limit in limits if limit is not None), default=None))
+    return windows
 
 
 def warn_of_useless_drafter() -> None:

@@ -9,9 +9,11 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from .call_options_dflash import CallOptions
 from .committed_text_dflash import CommittedText
 from .context_dflash import ROUNDS_BEFORE_ALARM, BlockDrafter, warn_of_useless_drafter
 from .outputs_dflash import DFlashGenerateOutput, OutputRecorder
+from .round_policy_dflash import RoundPolicy
 from .sampling_dflash import (
     StepNoise,
     choose_after_drafts,
@@ -24,7 +26,6 @@ from .sampling_dflash import (
 from .target_dflash import check_drafter_fits
 from .tree_dflash import TokenTree
 from .verification_dflash import Verifier
-from .verify_length_dflash import VerifyLength, fixed_proposals
 
 logger = logging.get_logger(__name__)
 
@@ -49,6 +50,8 @@ def decode(
     token_streamer: BaseStreamer | None = None,
     sample_drafts: bool = False,
     tree_builder: TreeBuilder | None = None,
+    num_tree_nodes: int | str | None = None,
+    draft_window: int | None = None,
     **model_kwargs,
 ) -> DFlashGenerateOutput | torch.LongTensor:
     """What plain `generate` of the target returns, decoded with a drafter; called by `generate` with prepared inputs.
@@ -70,6 +73,8 @@ def decode(
             speculative sampling, instead of proposing its most likely tokens.
         tree_builder (`Callable`, *optional*): Makes a tree of proposals from the draft logits; default: a chain of the
             most likely tokens.
+        num_tree_nodes (`int` or `"auto"`, *optional*), draft_window (`int`, *optional*): See [`CallOptions`]; default:
+            those of the generation config.
         model_kwargs: The target's other inputs, and its cache.
     Raises:
         ValueError: If drafter and target do not fit, or the call has something that drafting cannot keep exact; the
@@ -78,6 +83,12 @@ def decode(
     num_rows = input_ids.shape[0]
     if sample_drafts and tree_builder is not None:
         raise ValueError("`sample_drafts` draws a chain of proposals; leave out `tree_builder`, or `sample_drafts`.")
+    options = CallOptions.of_call(generation_config, num_tree_nodes=num_tree_nodes, draft_window=draft_window)
+    if options.num_tree_nodes and (sample_drafts or tree_builder is not None):
+        other = "sample_drafts" if sample_drafts else "tree_builder"
+        raise ValueError(
+            f"`num_tree_nodes` is {options.num_tree_nodes!r}, but `{other}` makes proposals of its own; leave one out."
+        )
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
         streamer = token_streamer
@@ -100,6 +111,7 @@ def decode(
         model_kwargs,
         sample_drafts=sample_drafts and bool(generation_config.do_sample),
         tree_builder=tree_builder,
+        options=options,
     )
     with call.verifier.taps:
         return call.run()
@@ -134,6 +146,7 @@ class DecodeCall:
         *,
         sample_drafts: bool,
         tree_builder: TreeBuilder | None,
+        options: CallOptions,
     ):
         if config.num_beams is not None and config.num_beams > 1:
             raise ValueError(
@@ -155,13 +168,18 @@ class DecodeCall:
             num_rows=num_rows,
             num_prompt=num_prompt,
             max_length=self.text.max_length,
+            block_size=block_size,
         )
-        self.block_drafter = BlockDrafter(drafter, target, self.verifier.num_unseen)
-        num_fixed = fixed_proposals(config, block_size)
-        if num_fixed is None and (sample_drafts or tree_builder is not None):
+        self.block_drafter = BlockDrafter(drafter, target, self.verifier.num_unseen, draft_window=options.draft_window)
+        self.policy = RoundPolicy(
+            target,
+            drafter,
+            config,
+            num_rows,
+            num_tree_nodes=options.num_tree_nodes,
             # Drawn proposals take part in the draw, so a length that follows the clock would make seeds useless.
-            num_fixed = block_size - 1
-        self.verify_length = VerifyLength(block_size - 1, num_fixed)
+            verifies_whole_block=sample_drafts or tree_builder is not None,
+        )
         self.recorder = OutputRecorder(config, num_rows)
         self.keeps_cache = self.verifier.is_cache_given or self.recorder.is_dict
         self.is_prefix_free = is_prefix_free(processors)
@@ -175,21 +193,28 @@ class DecodeCall:
         self._read_prompt()
         while self.rows:
             start = time.perf_counter()
-            num_rows = len(self.rows)
             tree, draft_scores = self._propose()
             outputs = self.verifier.verify(tree)
             paths = self._accept(tree, outputs.logits, draft_scores)
+            choices = [
+                self.text.new_tokens[row][-len(path) :] if path else []
+                for row, path in zip(self.rows, paths, strict=True)
+            ]
             self._settle(tree, outputs, paths)
             del outputs
-            if len(self.rows) == num_rows:
-                num_accepted = [len(path) - 1 for path in paths if path]
-                self.verify_length.record(tree.num_nodes - 1, num_accepted, time.perf_counter() - start)
-            elif self.rows:
-                self.verify_length.rows_have_left()
+            if not self.verifier.is_warming_up:
+                self.policy.record(tree.num_nodes - 1, choices, time.perf_counter() - start, len(self.rows))
+        self.policy.keep()
         return self._result()
 
     def _read_prompt(self) -> None:
-        outputs = self.verifier.read_prompt(self.text.up_to(self.text.num_prompt))
+        outputs = self.verifier.read_prompt(self.text.up_to(self.text.num_prompt), self.block_drafter.max_context)
+        if self.policy.tree_budget is not None and not self.verifier.takes_trees:
+            self.policy.refuse_trees()
+            logger.warning_once(
+                f"{type(self.target).__name__} with this cache and attention cannot take the mask of a tree: "
+                "proposals are chains, whatever `num_tree_nodes` says."
+            )
         try:
             self.block_drafter.add_features(*self.verifier.prompt_features())
         except RuntimeError as error:
@@ -214,6 +239,8 @@ class DecodeCall:
             if self.tree_builder is not None:
                 logits = self.block_drafter.logits(anchors, self.drafter.config.block_size - 1)
                 tree, scores = self._allowed_tree(self.tree_builder(logits, anchors), num_proposals), None
+            elif self.policy.tree_budget is not None:
+                tree, scores = self._grow_tree(self.block_drafter.logits(anchors, num_proposals)), None
             else:
                 logits = self.block_drafter.logits(anchors, num_proposals)
                 proposals, scores = self._choose_proposals(logits)
@@ -237,7 +264,7 @@ class DecodeCall:
         num_free_columns = self.verifier.cache.num_free_columns
         if num_free_columns is not None:
             room = min(room, num_free_columns - 1)
-        return min(room, self.verify_length.pick()) if room > 0 else 0
+        return min(room, self.policy.pick()) if room > 0 else 0
 
     def _choose_proposals(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """Proposals of shape (rows, slots), and the scores that they were drawn from, if they were drawn."""
@@ -255,6 +282,15 @@ class DecodeCall:
             proposals.append(tokens)
             all_scores.append(scores)
         return torch.stack(proposals, dim=1), torch.stack(all_scores, dim=1) if self.sample_drafts else None
+
+    def _grow_tree(self, logits: torch.Tensor) -> TokenTree:
+        # A processor that looks at the text would need a call for each node.
+        processors = LogitsProcessorList(each for each in self.draft_processors if is_prefix_free([each]))
+        if processors:
+            no_text = self.text.ids.new_zeros(logits.shape[0] * logits.shape[1], 1)
+            logits = processors(no_text, logits.float().flatten(0, 1)).view(logits.shape)
+        anchors = [self.text.new_tokens[row][-1] for row in self.rows]
+        return self.policy.grow(logits, anchors, [self.text.is_over(row) for row in self.rows])
 
     def _allowed_tree(self, tree: TokenTree, num_proposals: int) -> TokenTree:
         if not tree.is_chain and self.verifier.takes_trees:

@@ -10,6 +10,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
+from .call_options_dflash import CallOptions, keywords_of, put_on_config, take_keywords
 from .context_dflash import ROUNDS_BEFORE_ALARM, BlockDrafter, warn_of_useless_drafter
 from .sampling_dflash import counts_its_calls, draft_processors
 from .target_dflash import TargetTaps, check_drafter_fits
@@ -60,6 +61,12 @@ class DFlashCandidateGenerator(CandidateGenerator):
                 "`generate(assistant_model=drafter)`."
             )
         check_drafter_fits(drafter.config, target)
+        options = CallOptions.of_call(generation_config)
+        if options.num_tree_nodes:
+            raise ValueError(
+                f"`num_tree_nodes` is {options.num_tree_nodes!r}, but Transformers' own loop verifies chains. Trees "
+                "work with `generate(assistant_model=drafter)`."
+            )
         self.max_length = generation_config.max_length
         whole_block = drafter.config.block_size - 1
         self.num_proposals = fixed_proposals(generation_config, drafter.config.block_size) or whole_block
@@ -67,7 +74,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         end_ids = getattr(generation_config, "_eos_token_tensor", None)
         self.end_ids = [] if end_ids is None else end_ids.flatten().tolist()
         self.accepted_lengths: list[int] = []
-        self._block_drafter = BlockDrafter(drafter, target, [0])
+        self._block_drafter = BlockDrafter(drafter, target, [0], draft_window=options.draft_window)
         self._taps = TargetTaps(target, drafter.config.target_layer_ids)
         self._mask_token_id = drafter.config.mask_token_id
         self._num_placeholders = 0
@@ -148,13 +155,15 @@ class DFlashCandidateGenerator(CandidateGenerator):
 def install_dispatch() -> None:
     """Sends assisted decoding with a DFlash drafter to the drafter; every other call stays as it was.
 
-    Transformers chooses how to decode from the target's config, which knows nothing of the drafter. Three methods of
+    Transformers chooses how to decode from the target's config, which knows nothing of the drafter. Four methods of
     [`GenerationMixin`] are wrapped once, whichever copies of this file are imported:
+    `_prepare_generation_config`, which puts keywords of [`CallOptions`] on the call's own copy of its config;
     `_validate_generation_mode`, whose limits of assisted decoding do not hold here; `_assisted_decoding`, which goes
     to `drafter.decode`; `_get_candidate_generator`, for code that runs Transformers' own loop. With
     `speculation_type="dflash"` Transformers' own DFlash path is used, as asked.
     """
     for name, wrap in (
+        ("_prepare_generation_config", _wrap_preparation),
         ("_validate_generation_mode", _wrap_validation),
         ("_assisted_decoding", _wrap_decoding),
         ("_get_candidate_generator", _wrap_candidates),
@@ -170,9 +179,27 @@ def _is_ours(assistant_model: Any, generation_config: GenerationConfig) -> bool:
     return getattr(assistant_model, "is_dflash_drafter", False) and generation_config.speculation_type is None
 
 
+def _wrap_preparation(original):
+    def prepare_generation_config(self, generation_config, *args, **kwargs):
+        keywords = take_keywords(kwargs)
+        generation_config, model_kwargs = original(self, generation_config, *args, **kwargs)
+        put_on_config(generation_config, keywords)
+        return generation_config, model_kwargs
+
+    return prepare_generation_config
+
+
 def _wrap_validation(original):
     def validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-        if _is_ours(generation_mode_kwargs.get("assistant_model"), generation_config):
+        keywords = keywords_of(generation_config)
+        is_drafted = _is_ours(generation_mode_kwargs.get("assistant_model"), generation_config)
+        if keywords and not (is_drafted and generation_mode == GenerationMode.ASSISTED_GENERATION):
+            raise ValueError(
+                f"{' and '.join(f'`{name}`' for name in keywords)} steer decoding with a DFlash drafter, and this "
+                "call has none that takes part. Leave them out, or pass `assistant_model=drafter` (without beams and "
+                "`speculation_type`) or `custom_generate=drafter.decode`."
+            )
+        if is_drafted:
             others = {name: value for name, value in generation_mode_kwargs.items() if "assistant" not in name}
             if generation_mode == GenerationMode.ASSISTED_GENERATION:
                 generation_mode = (

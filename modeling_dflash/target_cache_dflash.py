@@ -21,7 +21,7 @@ class TargetCache:
 
     Rows of a batch accept different numbers of tokens, but share the columns of the cache. A row that accepted fewer
     has gaps, which `padding_mask` hides. They are closed by moving a row's keys to the right, at once where columns
-    count (sliding windows, static caches), otherwise when many have gathered.
+    count (sliding windows, static caches without a `num_reserved`), otherwise when many have gathered.
 
     Args:
         cache ([`Cache`]): The call's cache; it may hold a prefix.
@@ -55,6 +55,12 @@ class TargetCache:
                     "A static cache of a sliding-window layer forgets tokens that a rejected block pushed out. "
                     "Use a dynamic cache (leave `cache_implementation` unset) with this target."
                 )
+        # Whether a compiled forward can use it: others count their tokens outside of tensors, or grow.
+        self.is_compilable = kinds == {_STATIC[0]}
+        # Gaps in a static cache may stay as long as so many columns are free; None: no gaps stay.
+        self.num_reserved: int | None = None
+        # Columns of text in a static cache, whose own count lies on its device.
+        self._num_static: int | None = None
         self.has_forgotten_rows = self._has_gaps = False
         self._snapshot: list[tuple[Any, dict, dict]] = []
 
@@ -63,13 +69,20 @@ class TargetCache:
         """Columns of text in the cache, gaps included."""
         if self.padding_mask is not None:
             return self.padding_mask.shape[1]
-        return int(self.cache.get_seq_length())
+        return int(self.cache.get_seq_length()) if self._num_static is None else self._num_static
+
+    @property
+    def max_columns(self) -> int | None:
+        """Columns of a static cache; None without a limit."""
+        if not self.is_static:
+            return None
+        return min(layer.max_cache_len for layer in self.cache.layers if type(layer).__name__ in _STATIC)
 
     @property
     def num_free_columns(self) -> int | None:
         """Columns that a static cache has left; None without a limit."""
-        sizes = [layer.max_cache_len for layer in self.cache.layers if type(layer).__name__ in _STATIC]
-        return min(sizes) - self.num_columns if sizes else None
+        max_columns = self.max_columns
+        return None if max_columns is None else max_columns - self.num_columns
 
     def num_keys(self, layer_type: str, num_nodes: int) -> int:
         """Keys that a layer of this type sees in the next forward of `num_nodes` tokens."""
@@ -82,7 +95,7 @@ class TargetCache:
     def forget_rows(self, rows: list[int]) -> None:
         """Gives up the tokens of rows that have ended but stay in the batch: in a static cache they take room."""
         if self.padding_mask is None:
-            columns = int(self.cache.get_seq_length())
+            columns = self.num_columns
             num_rows = self._attention_layers()[0].keys.shape[0]
             self.padding_mask = torch.ones(num_rows, columns, dtype=torch.long, device=self._device())
         self.padding_mask[rows] = 0
@@ -91,6 +104,8 @@ class TargetCache:
 
     def start_recording(self) -> None:
         """To be called after the prompt was read: from now on sliding windows keep what a block pushes out."""
+        if self.is_static:
+            self._num_static = int(self.cache.get_seq_length())
         for layer in self._layers_of(_SLIDING):
             layer.activate_past_recording()
 
@@ -126,17 +141,18 @@ class TargetCache:
         longest = max(map(len, paths))
         if longest > num_nodes:
             raise ValueError(f"{longest} nodes cannot be kept of a forward that read {num_nodes}.")
-        for row, path in enumerate(paths):
-            if path != list(range(len(path))):
-                self._move_block(row, num_nodes, path)
+        if any(path != list(range(len(path))) for path in paths):
+            self._move_nodes(num_nodes, paths)
         is_ragged = any(len(path) < longest for path in paths)
         self._has_gaps |= is_ragged
         if self.padding_mask is None and is_ragged:
-            columns = int(self.cache.get_seq_length()) - num_nodes
+            columns = int(self.cache.get_seq_length()) - num_nodes if self._num_static is None else self._num_static
             self.padding_mask = torch.ones(len(paths), columns, dtype=torch.long, device=self._device())
         if self.padding_mask is not None:
             added = torch.tensor([[1] * len(path) + [0] * (longest - len(path)) for path in paths])
             self.padding_mask = torch.cat([self.padding_mask, added.to(self.padding_mask)], dim=1)
+        if self._num_static is not None:
+            self._num_static += longest
         num_rejected = num_nodes - longest
         if self.has_sliding and self._has_gaps:
             # Before the rejected nodes go: with them a full window drops old columns that slower rows still need.
@@ -144,6 +160,11 @@ class TargetCache:
         self._crop(num_rejected)
         if self._has_gaps:
             self._close_gaps()
+
+    def take_back_forward(self) -> None:
+        """Gives up what a forward that failed has put into a static cache."""
+        for layer in self._layers_of(_STATIC[0]):
+            layer.cumulative_length.fill_(self.num_columns)
 
     def select_rows(self, rows: list[int]) -> None:
         """Keeps these rows of the batch."""
@@ -178,12 +199,18 @@ class TargetCache:
             else:
                 layer.crop(-num_tokens)
 
-    def _move_block(self, row: int, num_nodes: int, path: list[int]) -> None:
+    def _move_nodes(self, num_nodes: int, paths: list[list[int]]) -> None:
+        """Moves each row's kept nodes to the front of the last `num_nodes` columns, all rows at once."""
+        longest = max(map(len, paths))
+        # Behind a shorter path every node stays where it is.
+        kept = torch.tensor([path + list(range(len(path), longest)) for path in paths])[:, None, :, None]
         for layer in self._attention_layers():
             end = int(layer.cumulative_length) if type(layer).__name__ in _STATIC else layer.keys.shape[-2]
-            start = end - num_nodes
+            kept = kept.to(layer.keys.device)  # layers may be on several devices
             for states in (layer.keys, layer.values):
-                states[row, :, start : start + len(path)] = states[row, :, [start + node for node in path]]
+                block = states[:, :, end - num_nodes : end]
+                index = kept.expand(-1, block.shape[1], -1, block.shape[3])
+                block[:, :, :longest] = block.gather(2, index)
 
     def _close_gaps(self, at_once: bool = False) -> None:
         """Moves each row's tokens to the right, and cuts off the columns on the left that no row needs any more."""
@@ -193,11 +220,12 @@ class TargetCache:
         lengths = mask.sum(dim=1, keepdim=True)
         columns, longest = mask.shape[1], int(lengths.max())
         if not self.has_sliding:
-            is_due = at_once or self.is_static or columns - longest > _MAX_GAP_SHARE * longest
-            if not is_due:
+            if not (at_once or self._are_gaps_due(columns, longest)):
                 return
             self._align_rows(0)
         num_cut = columns - longest
+        if self._num_static is not None:
+            self._num_static = longest
         for layer in self._attention_layers():
             if type(layer).__name__ in _STATIC:
                 self._shrink_static(layer, num_cut)
@@ -209,6 +237,11 @@ class TargetCache:
         steps = torch.arange(longest, device=mask.device)
         self.padding_mask = None if int(lengths.min()) == longest else (steps >= longest - lengths).long()
         self._has_gaps = False
+
+    def _are_gaps_due(self, columns: int, longest: int) -> bool:
+        if not self.is_static:
+            return columns - longest > _MAX_GAP_SHARE * longest
+        return self.num_reserved is None or (self.num_free_columns or 0) < self.num_reserved
 
     def _align_rows(self, num_rejected: int) -> None:
         """Moves each row's tokens to the right, before the last `num_rejected` columns.

@@ -17,13 +17,20 @@ class TargetTaps:
     Args:
         target ([`PreTrainedModel`]): The target.
         layer_ids (`list[int]`): 0-based decoder layers.
+    Attributes:
+        max_tokens (`int`, *optional*): Of what was run since the last `take`, only this many of the newest tokens are
+            kept; None: all of them.
     Raises:
         ValueError: If the target's decoder layers cannot be found.
     """
 
+    max_tokens: int | None = None
+
     def __init__(self, target: PreTrainedModel, layer_ids: list[int]):
         layers = decoder_layers(target)
         tapped = [layers[layer_id] for layer_id in layer_ids]
+        self.layer_ids = layer_ids
+        self._given: torch.Tensor | None = None
         self._outputs: list[list[torch.Tensor]] = [[] for _ in layer_ids]
         self._thread = threading.get_ident()
         handles = [
@@ -39,6 +46,9 @@ class TargetTaps:
         Raises:
             RuntimeError: If the target has not run a forward since the last call.
         """
+        if self._given is not None:
+            features, self._given = self._given, None
+            return features
         outputs, self._outputs = self._outputs, [[] for _ in self._outputs]
         if not all(outputs):
             raise RuntimeError(
@@ -46,11 +56,22 @@ class TargetTaps:
                 "ignores hooks that came later)."
             )
         device = outputs[0][0].device
-        layers = [torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0] for pieces in outputs]
+        layers = [self._newest(torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]) for pieces in outputs]
         return torch.cat([layer.to(device) for layer in layers], dim=-1)
+
+    def _newest(self, states: torch.Tensor) -> torch.Tensor:
+        if self.max_tokens is None or states.shape[1] <= self.max_tokens:
+            return states
+        # A copy, or the older tokens would stay in memory with it.
+        return states[:, states.shape[1] - self.max_tokens :].clone()
+
+    def put(self, features: torch.Tensor) -> None:
+        """Takes in the context features of a forward that hooks could not see into."""
+        self._given = features
 
     def discard(self) -> None:
         """Releases outputs that nobody asked for."""
+        self._given = None
         self._outputs = [[] for _ in self._outputs]
 
     def __enter__(self) -> "TargetTaps":
@@ -160,7 +181,7 @@ def _make_hook(taps: "weakref.ref[TargetTaps]", slot: int):
     def keep_output(module, arguments, output):
         owner = taps()
         if owner is not None and owner._thread == threading.get_ident():
-            owner._outputs[slot].append(output[0] if isinstance(output, tuple) else output)
+            owner._outputs[slot].append(owner._newest(output[0] if isinstance(output, tuple) else output))
 
     return keep_output
 

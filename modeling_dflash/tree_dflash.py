@@ -37,9 +37,23 @@ class TokenTree:
         """The tree whose nodes follow each other; `tokens` has shape (rows, anchor + proposals)."""
         return cls(tokens, [list(range(-1, tokens.shape[1] - 1))] * tokens.shape[0])
 
+    @classmethod
+    def from_lists(
+        cls, tokens: list[list[int]], parents: list[list[int]], device: torch.device | str | None = None
+    ) -> "TokenTree":
+        """The tree of tokens that are known on the host, where they stay known."""
+        tree = cls(torch.tensor(tokens, device=device), parents)
+        tree.__dict__["token_lists"] = tokens
+        return tree
+
     @property
     def num_nodes(self) -> int:
         return self.tokens.shape[1]
+
+    @cached_property
+    def token_lists(self) -> list[list[int]]:
+        """`tokens` on the host."""
+        return self.tokens.tolist()
 
     @cached_property
     def is_chain(self) -> bool:
@@ -65,18 +79,22 @@ class TokenTree:
     @cached_property
     def ancestors(self) -> torch.BoolTensor:
         """Whether a node's path from the anchor, itself included, holds another node; shape (rows, nodes, nodes)."""
-        visible = torch.zeros(len(self.parents), self.num_nodes, self.num_nodes, dtype=torch.bool)
+        nodes = self.num_nodes
+        entries = []  # of the flat table, filled at once: an operation for each node would take milliseconds
         for row, parents in enumerate(self.parents):
+            paths: list[list[int]] = []
             for node, parent in enumerate(parents):
-                if node:
-                    visible[row, node] = visible[row, parent]
-                visible[row, node, node] = True
-        return visible.to(self.tokens.device)
+                paths.append([*paths[parent], node] if node else [0])
+                start = (row * nodes + node) * nodes
+                entries += [start + ancestor for ancestor in paths[node]]
+        visible = torch.zeros(len(self.parents) * nodes * nodes, dtype=torch.bool)
+        visible[torch.tensor(entries)] = True
+        return visible.view(-1, nodes, nodes).to(self.tokens.device)
 
     @cached_property
     def _children(self) -> list[dict[tuple[int, int], int]]:
         children: list[dict[tuple[int, int], int]] = []
-        for tokens, parents in zip(self.tokens.tolist(), self.parents, strict=True):
+        for tokens, parents in zip(self.token_lists, self.parents, strict=True):
             row: dict[tuple[int, int], int] = {}
             for node in range(1, self.num_nodes):
                 row.setdefault((parents[node], tokens[node]), node)

@@ -8,15 +8,19 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.generation.utils import GenerationMixin
 
+from .fast_path_dflash import FastPath, is_fast, roomy_cache
 from .target_cache_dflash import TargetCache
 from .target_dflash import TargetTaps, text_config
 from .tree_dflash import TokenTree, tree_attention_mask
+from .verify_length_dflash import fixed_proposals
 
 _CACHE_NAMES = ("cache", "past_key_values")  # since Transformers 5.24, and before
 # Transformers 5.17 and newer tell a given cache from their own; before, each may be one that is used again.
 _MARKS_GIVEN_CACHES = (
     "_is_user_defined" in inspect.unwrap(GenerationMixin._prepare_cache_for_generation).__code__.co_names
 )
+# Room behind the text in static caches of batches: fewer blocks mean that gaps are closed more often.
+_BLOCKS_OF_SLACK = 4
 _TYPE_ID_NAMES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
@@ -31,6 +35,7 @@ class Verifier:
         num_rows (`int`): Rows of the batch.
         num_prompt (`int`): Tokens of the prompts.
         max_length (`int`): Longest text.
+        block_size (`int`, *optional*): The drafter's; needed for the fast path, see [`FastPath`].
     Raises:
         ValueError: If the target's cache cannot be wound back.
     """
@@ -45,6 +50,7 @@ class Verifier:
         num_rows: int,
         num_prompt: int,
         max_length: int,
+        block_size: int | None = None,
     ):
         self.target = target
         self._config = generation_config
@@ -65,12 +71,25 @@ class Verifier:
         # Position of the newest token in the cache, shape (..., rows, 1); targets may have several axes, or none.
         self._last_positions: torch.Tensor | None = None
         self.taps = TargetTaps(target, layer_ids)
+        self._num_read = 0
+        self._fast_path: FastPath | None = None
+        if block_size is not None and is_fast(target, self.cache, generation_config, model_kwargs):
+            self._start_fast_path(
+                [1, 1 + (fixed_proposals(generation_config, block_size) or block_size - 1)], num_rows
+            )
 
-    def read_prompt(self, prompts: torch.LongTensor) -> Any:
-        """The target's outputs for the prompts, or for what a given cache does not hold of them."""
+    def read_prompt(self, prompts: torch.LongTensor, num_features: int | None = None) -> Any:
+        """The target's outputs for the prompts, or for what a given cache does not hold of them.
+
+        Args:
+            num_features (`int`, *optional*): Keep the features of this many of the newest tokens; None: of all.
+        """
         self.taps.discard()
+        self.taps.max_tokens = num_features
+        num_cached = self.cache.num_columns
         outputs = self.target._prefill(prompts, self._config, self._kwargs)
         self.cache.start_recording()
+        self._num_read = self.cache.num_columns - num_cached
         mask = self._kwargs.get("attention_mask")
         if mask is not None:
             self.cache.padding_mask = mask[:, -self.cache.num_columns :].clone()
@@ -81,24 +100,49 @@ class Verifier:
             self._position_limits = self._last_positions + self._num_to_come
         return outputs
 
-    def prompt_features(self) -> tuple[torch.Tensor, list[int]]:
-        """Context features of the prompts without their padding, and how many tokens of each row are real.
+    def prompt_features(self) -> tuple[torch.Tensor, list[int], list[int]]:
+        """Context features of the prompts without their padding, how many tokens of each row are real, and how many
+        text tokens before them were left out.
 
         Raises:
             RuntimeError: If the target's layers could not be tapped.
         """
         features = self.taps.take()
+        self.taps.max_tokens = None
         rows, tokens = features.shape[:2]
         mask = self._kwargs.get("attention_mask")
-        if mask is None or mask[:, -tokens:].all():
-            return features, [tokens] * rows
-        is_text = mask[:, -tokens:].bool()
+        num_hidden = self._num_read - tokens
+        if mask is None:
+            return features, [tokens] * rows, [num_hidden] * rows
+        hidden, is_text = mask[:, -self._num_read :].bool().split([num_hidden, tokens], dim=1)
+        num_left_out = hidden.sum(dim=1).tolist()
+        if is_text.all():
+            return features, [tokens] * rows, num_left_out
         # Real tokens to the front: a stable sort keeps their order.
         order = is_text.long().argsort(dim=1, descending=True, stable=True).to(features.device)
-        return features.gather(1, order[:, :, None].expand_as(features)), is_text.sum(dim=1).tolist()
+        features = features.gather(1, order[:, :, None].expand_as(features))
+        return features, is_text.sum(dim=1).tolist(), num_left_out
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the last verify forward took longer than later ones will, because it was compiled."""
+        return self._fast_path is not None and self._fast_path.is_warming_up
 
     def verify(self, tree: TokenTree) -> Any:
-        """The target's outputs for every node of the tree."""
+        """The target's outputs for every node of the tree; on the fast path its logits only."""
+        fast_path = self._fast_path
+        width = None if fast_path is None else fast_path.width_for(tree.num_nodes)
+        inputs = self._inputs(tree if width is None else _padded_chain(tree, width))
+        self._num_read = width or tree.num_nodes
+        self.taps.discard()
+        with self.target._optimize_model_for_decode():
+            if fast_path is None:
+                return self.target(**inputs, return_dict=True)
+            outputs = fast_path.run(inputs, is_compiled=width is not None)
+        outputs.logits = outputs.logits[:, : tree.num_nodes]
+        return outputs
+
+    def _inputs(self, tree: TokenTree) -> dict[str, Any]:
         rows, nodes = tree.tokens.shape
         kwargs = self._kwargs | {self._cache_name: self.cache.cache, "use_cache": True, "attention_mask": None}
         mask = self.cache.padding_mask
@@ -118,9 +162,7 @@ class Verifier:
             inputs["logits_to_keep"] = nodes
         if self.cache.is_recurrent and nodes > 1:
             self.cache.remember_states()
-        self.taps.discard()
-        with self.target._optimize_model_for_decode():
-            return self.target(**inputs, return_dict=True)
+        return inputs
 
     def block_features(self, paths: list[list[int]]) -> torch.Tensor:
         """Context features of the kept nodes, shape (rows, longest path, ...), padded behind shorter paths.
@@ -138,7 +180,7 @@ class Verifier:
 
     def keep_nodes(self, tree: TokenTree, paths: list[list[int]]) -> None:
         """Keeps the accepted nodes of the last verify forward in the cache, and no others."""
-        num_nodes = tree.num_nodes
+        num_nodes = self._num_read  # the tree's, and padding behind them
         if self.cache.is_recurrent and len(paths[0]) < num_nodes:
             # A recurrent state cannot be cropped: back to the state before the block, then the accepted tokens again.
             self.cache.forget_block(num_nodes)
@@ -172,6 +214,15 @@ class Verifier:
             and not self.cache.is_static
         )
 
+    def _start_fast_path(self, widths: list[int], num_rows: int) -> None:
+        if self._config.cache_implementation == "static":  # then `generate` has just made the cache
+            # Rows of a batch leave gaps.
+            num_slack = max(widths) * (1 if num_rows == 1 else _BLOCKS_OF_SLACK)
+            roomy = roomy_cache(self.target, self.cache.cache, num_slack)
+            self._kwargs[self._cache_name] = self.cache.cache = roomy
+        self.cache.num_reserved = max(widths)
+        self._fast_path = FastPath(self.target, self.taps, self.cache, self._config, widths, num_rows)
+
     def _tree_mask(self, tree: TokenTree) -> torch.Tensor | dict[str, torch.Tensor]:
         config = text_config(self.target)
         window = getattr(config, "sliding_window", None)
@@ -200,3 +251,9 @@ class Verifier:
         is_new_name = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
         self._cache_name = _CACHE_NAMES[0] if is_new_name else _CACHE_NAMES[1]
         self._kwargs |= {self._cache_name: DynamicCache(config=text_config(self.target)), "use_cache": True}
+
+
+def _padded_chain(chain: TokenTree, num_nodes: int) -> TokenTree:
+    """The chain with its last token repeated up to this length."""
+    padding = chain.tokens[:, -1:].expand(-1, num_nodes - chain.num_nodes)
+    return TokenTree.chain(torch.cat([chain.tokens, padding], dim=1))

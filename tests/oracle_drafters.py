@@ -107,8 +107,8 @@ class RecordingCall(decoding_dflash.DecodeCall):
         if isinstance(drafter, RecordingDrafter):
             drafter.start_recording(self.rows)
             drafter.all_accepted_lengths = self.accepted_lengths
-            if not drafter.is_cost_aware and self.verify_length.fixed is None:
-                self.verify_length.fixed = drafter.config.block_size - 1
+            if not drafter.is_cost_aware and self.policy.verify_length.fixed is None:
+                self.policy.verify_length.fixed = drafter.config.block_size - 1
 
     def _propose(self):
         is_recording = isinstance(self.drafter, RecordingDrafter)

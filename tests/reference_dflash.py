@@ -1,5 +1,6 @@
 """Slow plain twins of the clever parts: nested loops, one row, one block, one slot at a time."""
 
+import itertools
 import math
 
 import torch
@@ -174,6 +175,26 @@ def speculative_sampling_law(
     for token, mass in enumerate(target_laws[len(proposals)]):
         chances[(*kept, token)] = reached * mass
     return chances
+
+
+def best_paths(
+    main_chances: list[list[float]], side_chances: list[list[float]], num_nodes: int
+) -> list[tuple[tuple[int, ...], float]]:
+    """The likeliest paths under an anchor, as ranks by slot, from the table of all paths.
+
+    Args:
+        main_chances (`list[list[float]]`), side_chances (`list[list[float]]`): Chances by slot and rank, where all
+            nodes before are the likeliest of their slots (rank 0), and elsewhere.
+    """
+    paths = []
+    for depth in range(1, len(main_chances) + 1):
+        for ranks in itertools.product(*(range(len(slot)) for slot in main_chances[:depth])):
+            chance = 1.0
+            for slot, rank in enumerate(ranks):
+                is_below_main = not any(ranks[:slot])
+                chance *= (main_chances if is_below_main else side_chances)[slot][rank]
+            paths.append((ranks, chance))
+    return sorted(paths, key=lambda path: -path[1])[:num_nodes]
 
 
 @torch.no_grad()

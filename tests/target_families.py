@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 MASK_TOKEN_ID = 97
 IMAGE_TOKEN_ID, VISION_START_ID, VISION_END_ID, VIDEO_TOKEN_ID = 90, 91, 92, 93
 NUM_IMAGE_TOKENS = 4
-PROMPTS = ([5, 17, 3, 42, 8, 29, 61, 33, 12], [11, 4, 77, 20, 9, 51], [30, 2, 66, 71])
+PROMPTS = ([5, 17, 3, 42, 8, 29, 61, 33, 12], [11, 4, 77, 20, 9, 51], [30, 2, 66, 71], [52, 19, 83, 36, 7])
 WINDOW = 12
 TEXT = {
     "vocab_size": 100,

@@ -30,7 +30,12 @@ from transformers.generation.utils import GenerationMixin
 from dflash_hf import decoding_dflash
 from dflash_hf.generation_dflash import install_dispatch
 
-WRAPPED = ("_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator")
+WRAPPED = (
+    "_prepare_generation_config",
+    "_validate_generation_mode",
+    "_assisted_decoding",
+    "_get_candidate_generator",
+)
 
 
 @pytest.fixture

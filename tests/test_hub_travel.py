@@ -82,13 +82,22 @@ def drafted(drafter):
         "greedy, folder": decode(
             custom_generate=f"{root}/drafter", trust_remote_code=True, do_sample=False, num_assistant_tokens=7
         ),
+        "greedy, trees": decode(assistant_model=drafter, do_sample=False, num_tree_nodes=12),
+        "greedy, trees, folder": decode(
+            custom_generate=f"{root}/drafter", trust_remote_code=True, do_sample=False, num_tree_nodes=12
+        ),
     }
 
 
 def dispatch():
     """How often each of the library's methods is wrapped, and by which object."""
     found = []
-    for name in ("_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator"):
+    for name in (
+        "_prepare_generation_config",
+        "_validate_generation_mode",
+        "_assisted_decoding",
+        "_get_candidate_generator",
+    ):
         method = getattr(GenerationMixin, name)
         found.append([0, id(method)])
         while hasattr(method, "__wrapped__"):
@@ -259,6 +268,8 @@ def test_remote_drafter_drafts_and_decodes_as_the_packages(remote, package):
 def test_three_ways_to_the_loop_give_the_same(request, code):
     drafted = request.getfixturevalue(code)["drafted"]
     assert drafted["greedy, callable"] == drafted["greedy, folder"] == drafted["greedy"]
+    assert drafted["greedy, trees, folder"] == drafted["greedy, trees"]
+    assert drafted["greedy, trees"][0] == drafted["greedy"][0]
 
 
 def test_remote_drafter_decodes_as_in_this_process(root, remote):
@@ -275,7 +286,7 @@ def test_remote_drafter_decodes_as_in_this_process(root, remote):
 @pytest.mark.parametrize("code", ["remote", "package"])
 def test_other_decoding_is_bit_identical_with_and_without_our_code(request, code):
     report = request.getfixturevalue(code)
-    assert [depth for depth, _ in report["wrapped before"]] == [0, 0, 0]
+    assert [depth for depth, _ in report["wrapped before"]] == [0] * 4
     assert len(report["without"]) == 7
     for name, decoded in report["without"].items():
         assert report["with"][name] == decoded, name
@@ -284,7 +295,7 @@ def test_other_decoding_is_bit_identical_with_and_without_our_code(request, code
 @pytest.mark.parametrize("code", ["remote", "package"])
 def test_package_and_remote_copy_together_wrap_the_dispatch_once(request, code):
     report = request.getfixturevalue(code)
-    assert [depth for depth, _ in report["first wrap"]] == [1, 1, 1]
+    assert [depth for depth, _ in report["first wrap"]] == [1] * 4
     assert report["second wrap"] == report["first wrap"]
     modules = {report["class"][0].split(".")[0], report["other class"][0].split(".")[0]}
     assert modules == {"dflash_hf", "transformers_modules"}
@@ -305,4 +316,4 @@ def test_folder_works_on_the_oldest_transformers(old, package):
 
 def test_other_decoding_is_bit_identical_on_the_oldest_transformers(old):
     assert old["with"] == old["without"]
-    assert old["second wrap"] == old["first wrap"] and [depth for depth, _ in old["first wrap"]] == [1, 1, 1]
+    assert old["second wrap"] == old["first wrap"] and [depth for depth, _ in old["first wrap"]] == [1] * 4

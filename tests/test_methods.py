@@ -94,3 +94,16 @@ def test_methods_that_cannot_run_say_what_to_do(tiny_target, tiny_drafter, monke
     for method, advice in advices.items():
         with pytest.raises(MethodUnavailable, match=advice):
             decoder(method, tiny_target, tiny_drafter)
+
+
+def test_a_draft_window_reaches_our_loop_and_changes_no_answer(tiny_target, tiny_drafter, inputs, monkeypatch):
+    plain = decoder("plain", tiny_target)(inputs, 24, 0.0)
+    seen = []
+    generate = type(tiny_target).generate
+    monkeypatch.setattr(
+        type(tiny_target), "generate", lambda self, **kwargs: seen.append(kwargs) or generate(self, **kwargs)
+    )
+    for method in ("dflash", "whole_block", "tree", "native"):
+        answer = decoder(method, tiny_target, tiny_drafter, draft_window=3)(inputs, 24, 0.0)
+        assert answer.token_ids == plain.token_ids
+    assert [kwargs.get("draft_window") for kwargs in seen] == [3, 3, 3, None]

@@ -62,12 +62,14 @@ def sample_texts(target, drafter, num_texts, start, *, num_tokens=NUM_TOKENS, **
     return texts
 
 
-def check_law(name, rule, kind, num_texts):
+def check_law(name, rule, kind, num_texts, **options):
     laws = random_laws()
     target, start = make_table_target(laws), [2, 0]
     drafter = TableDrafter(target, draft_table(kind, laws, num_slots=2))
     torch.manual_seed(12)
-    texts = sample_texts(target, drafter, num_texts, start, sample_drafts=RULES[rule], **SETTINGS[name])
+    texts = sample_texts(
+        target, drafter, num_texts, start, sample_drafts=RULES.get(rule, False), **options, **SETTINGS[name]
+    )
     value = p_value(texts, text_law(laws, start, NUM_COMPARED, **SETTINGS[name]))
     print(f"{name}, {rule}, {kind}: p {value:.3f} over {len(texts)} texts")
     assert value > 0.01
@@ -89,6 +91,20 @@ def test_texts_follow_the_law_whatever_the_drafter(kind, rule):
     lengths = [length for row in drafter.all_accepted_lengths for length in row]
     share = sum(length > 1 for length in lengths) / len(lengths)
     assert share < 0.1 if kind == "unlikely" else share > 0.25
+
+
+@pytest.mark.parametrize("num_tree_nodes", [7, "auto"])
+@pytest.mark.parametrize("kind", ["likely", "marginals"])
+def test_texts_follow_the_law_with_trees(kind, num_tree_nodes):
+    drafter = check_law("temperature", "trees", kind, num_texts=ROWS, num_tree_nodes=num_tree_nodes)
+    lengths = [length for row in drafter.all_accepted_lengths for length in row]
+    assert sum(length > 1 for length in lengths) / len(lengths) > 0.25
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SETTINGS)
+def test_texts_follow_the_law_with_trees_over_200_000_draws(name):
+    check_law(name, "trees", "random", num_texts=200_000 // NUM_TOKENS, num_tree_nodes=7)
 
 
 @pytest.mark.long
@@ -211,6 +227,18 @@ def test_ids_do_not_depend_on_the_clock_that_chooses_the_number_of_proposals(run
         assert ours == plain
         widths |= set(map(len, drafter.proposals))
     assert len(widths) > 3
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
+def test_ids_do_not_depend_on_the_size_of_trees(name, run):
+    target, drafter = make_small_vocabulary_pair()
+    plain, state = sample(target, run, **SETTINGS[name])
+    for size in (1, 7, 31, "auto"):
+        ours, our_state = sample(target, run, assistant_model=drafter, num_tree_nodes=size, **SETTINGS[name])
+        assert ours == plain
+        assert torch.equal(our_state, state)
+        assert max(map(max, drafter.all_accepted_lengths)) > 1
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)

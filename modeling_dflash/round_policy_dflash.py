@@ -1,0 +1,119 @@
+"""How much each round of a call verifies: a chain or a tree, of which size, or the anchor alone."""
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from .round_times_dflash import KeptCurves, RoundTimes
+from .tree_budget_dflash import TreeBudget
+from .tree_dflash import TokenTree
+from .tree_growth_dflash import SlotCandidates, build_tree
+from .verify_length_dflash import VerifyLength, fixed_proposals
+
+# What rounds cost in earlier calls, and what their draft's probabilities were worth.
+_KEPT = KeptCurves()
+
+
+class RoundPolicy:
+    """[`VerifyLength`] or [`TreeBudget`] of one call, with what earlier calls of the same models have learned.
+
+    Args:
+        target ([`PreTrainedModel`]), drafter ([`DFlashDraftModel`]): The models of the call.
+        config ([`GenerationConfig`]): The call's settings; `num_assistant_tokens` fixes the length of chains and
+            bounds the depth of trees.
+        num_rows (`int`): Rows of the batch.
+        num_tree_nodes (`int` or `"auto"`, *optional*): See [`CallOptions`].
+        verifies_whole_block (`bool`): Chains are never shortened, unless `num_assistant_tokens` says so.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: PreTrainedModel,
+        config: GenerationConfig,
+        num_rows: int,
+        *,
+        num_tree_nodes: int | str | None = None,
+        verifies_whole_block: bool = False,
+    ):
+        self._models = target, drafter
+        self._num_rows = num_rows
+        # How probable a choice is depends on whether it is drawn, not on the hardware or the rows.
+        self._chances_key = ("chances", bool(config.do_sample))
+        whole_block = drafter.config.block_size - 1
+        asked = fixed_proposals(config, drafter.config.block_size)
+        self.tree_budget: TreeBudget | None = None
+        if num_tree_nodes:
+            size = None if isinstance(num_tree_nodes, str) else num_tree_nodes
+            self.tree_budget = TreeBudget(
+                asked or whole_block, size, self._kept_times("tree"), _KEPT.get(*self._models, self._chances_key)
+            )
+        num_fixed = whole_block if asked is None and verifies_whole_block else asked
+        self.verify_length = VerifyLength(whole_block, num_fixed, self._kept_times("chain"))
+
+    def refuse_trees(self) -> None:
+        """Makes all proposals chains, because the target takes no trees."""
+        self.tree_budget = None
+
+    def pick(self) -> int:
+        """Slots to draft for the next round, 0 for a round without a draft."""
+        return (self.tree_budget or self.verify_length).pick()
+
+    def grow(self, logits: torch.Tensor, anchors: list[int], is_over: list[bool]) -> TokenTree:
+        """The tree to verify.
+
+        Args:
+            logits (`torch.Tensor`): Of the draft, shape (rows, slots, vocab_size).
+            anchors (`list[int]`): Each row's newest token.
+            is_over (`list[bool]`): Rows that need no more tokens.
+        """
+        assert self.tree_budget is not None
+        candidates = SlotCandidates.from_logits(logits, self.tree_budget.max_candidates)
+        grown, num_nodes = self.tree_budget.grow(candidates, is_over)
+        return build_tree(anchors, candidates, grown, num_nodes, logits.device)
+
+    def record(self, num_proposals: int, choices: list[list[int]], seconds: float, num_rows: int) -> None:
+        """Takes in a round.
+
+        Args:
+            num_proposals (`int`): Nodes beside the anchor.
+            choices (`list[list[int]]`): The target's choices at the visited nodes of each row; none if it was over.
+            seconds (`float`): The round's wall time.
+            num_rows (`int`): Rows that stay for the next round; if they are fewer, the time says nothing.
+        """
+        is_comparable = num_rows == self._num_rows
+        if self.tree_budget is not None:
+            self.tree_budget.record(num_proposals, choices, seconds if is_comparable else None)
+        elif is_comparable:
+            num_accepted = [len(chosen) - 1 for chosen in choices if chosen]
+            self.verify_length.record(num_proposals, num_accepted, seconds)
+        if not is_comparable:
+            self._change_rows(num_rows)
+
+    def keep(self) -> None:
+        """Hands on to later calls what this one has learned."""
+        policy = self.tree_budget or self.verify_length
+        if policy.fixed is not None:
+            return
+        _KEPT.put(*self._models, self._times_key(self._kind), policy.times)
+        if self.tree_budget is not None:
+            _KEPT.put(*self._models, self._chances_key, self.tree_budget.calibration)
+
+    @property
+    def _kind(self) -> str:
+        return "chain" if self.tree_budget is None else "tree"
+
+    def _change_rows(self, num_rows: int) -> None:
+        self.keep()
+        old_key = self._times_key(self._kind)
+        self._num_rows = num_rows
+        is_other_bucket = num_rows > 0 and self._times_key(self._kind) != old_key
+        policy = self.tree_budget or self.verify_length
+        policy.rows_have_left(self._kept_times(self._kind) if is_other_bucket else None)
+
+    def _kept_times(self, kind: str) -> RoundTimes | None:
+        return _KEPT.get(*self._models, self._times_key(kind))
+
+    def _times_key(self, kind: str) -> tuple:
+        target = self._models[0]
+        # Batches count as alike between two powers of two.
+        return kind, str(target.device), str(target.dtype), self._num_rows.bit_length()
