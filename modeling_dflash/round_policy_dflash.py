@@ -92,9 +92,8 @@ class RoundPolicy:
     def keep(self) -> None:
         """Hands on to later calls what this one has learned."""
         policy = self.tree_budget or self.verify_length
-        if policy.fixed is not None:
-            return
-        _KEPT.put(*self._models, self._times_key(self._kind), policy.times)
+        if policy.fixed is None:
+            _KEPT.put(*self._models, self._times_key(self._kind), policy.times)
         if self.tree_budget is not None:
             _KEPT.put(*self._models, self._chances_key, self.tree_budget.calibration)
 

@@ -90,7 +90,7 @@ class TreeBudget:
 
     Args:
         max_depth (`int`): Slots of a block that may be used.
-        num_nodes (`int`, *optional*): Always so many nodes beside the anchor; nothing is measured.
+        num_nodes (`int`, *optional*): Always so many nodes beside the anchor, the likeliest ones; nothing is timed.
         times ([`RoundTimes`], *optional*), calibration ([`ChanceCalibration`], *optional*): Of earlier calls.
     """
 
@@ -138,10 +138,8 @@ class TreeBudget:
             is_over (`list[bool]`): Rows that need no more tokens.
         """
         num_slots = len(candidates.chances[0])
-        rows = [
-            self.calibration.corrected(slots) if self.fixed is None else (lambda slot, _, slots=slots: slots[slot])
-            for slots in candidates.chances
-        ]
+        rows = [self.calibration.corrected(slots) for slots in candidates.chances]
+        self._candidates = candidates
         largest, floor = self._bounds()
         grown = [
             grow_paths(chances, num_slots, 1 if over else largest, floor)
@@ -149,7 +147,6 @@ class TreeBudget:
         ]
         if self.fixed is not None:
             return grown, max(paths.num_nodes for paths in grown) - 1
-        self._candidates = candidates
         num_nodes = self._worthwhile([paths for paths, over in zip(grown, is_over, strict=True) if not over])
         for row, paths in enumerate(grown):
             if paths.num_nodes <= num_nodes and not is_over[row]:  # the other rows pay for its nodes
@@ -165,6 +162,9 @@ class TreeBudget:
             seconds (`float`, *optional*): Its wall time, if it can be compared with that of other rounds.
         """
         candidates, self._candidates = self._candidates, None
+        if candidates is not None:
+            for tokens, chances, chosen in zip(candidates.tokens, candidates.chances, choices, strict=True):
+                self.calibration.learn(tokens, chances, chosen)
         if self.fixed is not None:
             return
         # The first draft reads the whole prompt, too, so its time says nothing.
@@ -174,8 +174,6 @@ class TreeBudget:
             if num_nodes == 0 and self._pauses.add_plain(was_ever_right=self._tokens > self._rounds):
                 self._fade(0.5)  # the text may have changed
             return
-        for tokens, chances, chosen in zip(candidates.tokens, candidates.chances, choices, strict=True):
-            self.calibration.learn(tokens, chances, chosen)
         lengths = [len(chosen) for chosen in choices if chosen]
         self._num_drafted += 1
         self._pauses.add_drafted(len(lengths))
