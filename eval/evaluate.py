@@ -4,7 +4,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ _DEFINITIONS = (
 )
 
 
+@torch.no_grad()
 def evaluate_drafter(
     target: PreTrainedModel,
     drafter: PreTrainedModel | None,
@@ -69,7 +70,7 @@ def evaluate_drafter(
         enable_thinking (`bool`, *optional*): Argument of the chat template.
         seed (`int`): Seed of sampling.
         output_dir (*optional*): Folder that keeps the answers, so that a stopped run goes on in it.
-        options (*optional*): The command's options, for the report.
+        options (*optional*): The command's options, a dataclass, for the report.
     Returns:
         `dict` as `report.json` holds it: `provenance`, `methods`, `skipped_methods`, `results`, `identity`.
     Raises:
@@ -79,66 +80,43 @@ def evaluate_drafter(
     refuse_unreal_prompts(prompts, tokenizer, target)
     mode = template_mode(tokenizer, enable_thinking)
     _warn_of_other_template(drafter, mode)
-    with torch.no_grad():
-        wanted = [method for method in METHODS if method in methods or "all" in methods]
-        unknown = set(methods) - set(METHODS) - {"all"}
-        if unknown:
-            raise ValueError(f"Unknown methods {sorted(unknown)}; choose from {list(METHODS)}, or `all`.")
-        decoders, skipped = {}, {}
-        for method in dict.fromkeys(["plain", *wanted]):
-            try:
-                decoders[method] = decoder(
-                    method,
-                    target,
-                    drafter,
-                    assistant=assistant,
-                    simulate_accept_len=simulate_accept_len,
-                    ignore_eos=ignore_eos,
-                    draft_window=draft_window,
-                )
-            except MethodUnavailable as error:
-                if method in methods:
-                    raise
-                skipped[method] = str(error)
-        template_options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        answering = Answering(target, tokenizer, decoders, max_new_tokens, template_options, seed)
-        fitting = _fitting_prompts(answering, prompts)
-        folder = Path(output_dir or _shared_temporary_folder(state))
-        files = AnswerFiles(folder, state.process_index)
-        facts = {
-            "target": _public_name(target),
-            "drafter": _public_name(drafter) if drafter is not None else None,
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "quantization": _quantization(target),
-            "attention": target.config._attn_implementation,
-            "block_size": drafter.config.block_size if drafter is not None else None,
-            "template_mode": mode,
-            "max_new_tokens": max_new_tokens,
-            "temperatures": list(temperatures),
-            "ignore_eos": ignore_eos,
-            "simulate_accept_len": simulate_accept_len,
-            "draft_window": draft_window,
-            "seed": seed,
-            "prompts_sha256": prompts_sha256(fitting),
-        }
-        record = run_record(
-            options=asdict(options) if is_dataclass(options) and not isinstance(options, type) else options,
-            **facts,
-            world_size=state.num_processes,
-            num_threads=torch.get_num_threads(),
-            left_out_prompts=len(prompts) - len(fitting),
-            warm_up=_NOT_MEASURED,
-            excluded=_DEFINITIONS,
-        )
-        done = _begin(state, files, facts, methods=list(decoders))
-        work = [(float(temperature), prompt) for temperature in temperatures for prompt in fitting]
-        if not all(work_name(*pair) in done for pair in work):
-            left_out = answering.warm_up(fitting, max(temperatures), set(decoders) - {"plain", "dflash"})
-            for found in gather_object([left_out]):
-                skipped |= found
-        answer_share(answering, work, files, done, rank=state.process_index, world_size=state.num_processes)
-        state.wait_for_everyone()
-    records = sorted(files.records(), key=_order_of_report(work, decoders))
+    decode_options = {
+        "simulate_accept_len": simulate_accept_len,
+        "ignore_eos": ignore_eos,
+        "draft_window": draft_window,
+    }
+    decoders, skipped = _decoders(methods, target, drafter, assistant=assistant, **decode_options)
+    template_options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    answering = Answering(target, tokenizer, decoders, max_new_tokens, template_options, seed)
+    fitting = _fitting_prompts(answering, prompts)
+    facts = _facts_of_models(target, drafter) | {
+        "template_mode": mode,
+        "max_new_tokens": max_new_tokens,
+        "temperatures": list(temperatures),
+        **decode_options,
+        "seed": seed,
+        "prompts_sha256": prompts_sha256(fitting),
+    }
+    record = run_record(
+        options=None if options is None else asdict(options),
+        **facts,
+        world_size=state.num_processes,
+        num_threads=torch.get_num_threads(),
+        left_out_prompts=len(prompts) - len(fitting),
+        warm_up=_NOT_MEASURED,
+        excluded=_DEFINITIONS,
+    )
+    folder = Path(output_dir or _shared_temporary_folder(state))
+    files = AnswerFiles(folder, state.process_index)
+    done = _begin(state, files, facts, methods=list(decoders))
+    work = [(float(temperature), prompt) for temperature in temperatures for prompt in fitting]
+    if not all(work_name(*pair) in done for pair in work):
+        left_out = answering.warm_up(fitting, max(temperatures), set(decoders) - {"plain", "dflash"})
+        for found in gather_object([left_out]):
+            skipped |= found
+    answer_share(answering, work, files, done, rank=state.process_index, world_size=state.num_processes)
+    state.wait_for_everyone()
+    records = sorted(files.records(), key=_order_of_report(work))
     state.wait_for_everyone()
     if output_dir is None and state.is_main_process:
         shutil.rmtree(folder)
@@ -148,9 +126,44 @@ def evaluate_drafter(
         "provenance": record | {"finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
         "methods": present,
         "skipped_methods": {method: why for method, why in skipped.items() if method not in present},
-        "results": result_rows(records, drafter.config.block_size if drafter is not None else 1),
+        "results": result_rows(records, facts["block_size"] or 1),
         "identity": identity_rows(records, facts["dtype"]),
         "serving": [],
+    }
+
+
+def _decoders(
+    methods: Sequence[str], target: PreTrainedModel, drafter: PreTrainedModel | None, **options: Any
+) -> tuple[dict[str, Decoder], dict[str, str]]:
+    """Decoders of `plain` and the methods, and why some of `all` cannot run.
+
+    Raises:
+        ValueError: If a method is unknown, or one that was named cannot run.
+    """
+    unknown = set(methods) - set(METHODS) - {"all"}
+    if unknown:
+        raise ValueError(f"Unknown methods {sorted(unknown)}; choose from {list(METHODS)}, or `all`.")
+    decoders, skipped = {}, {}
+    for method in METHODS:
+        if method != "plain" and method not in methods and "all" not in methods:
+            continue
+        try:
+            decoders[method] = decoder(method, target, drafter, **options)
+        except MethodUnavailable as error:
+            if method in methods:
+                raise
+            skipped[method] = str(error)
+    return decoders, skipped
+
+
+def _facts_of_models(target: PreTrainedModel, drafter: PreTrainedModel | None) -> dict[str, Any]:
+    return {
+        "target": _public_name(target),
+        "drafter": _public_name(drafter) if drafter is not None else None,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "quantization": _quantization(target),
+        "attention": target.config._attn_implementation,
+        "block_size": drafter.config.block_size if drafter is not None else None,
     }
 
 
@@ -210,7 +223,7 @@ def _quantization(target: PreTrainedModel) -> str | None:
     return str(config.get("quant_method") if isinstance(config, dict) else config.quant_method)
 
 
-def _order_of_report(work: Sequence[tuple[float, EvalPrompt]], decoders: dict[str, Decoder]):
+def _order_of_report(work: Sequence[tuple[float, EvalPrompt]]):
     """Sort key: temperatures and tasks as they were asked for, methods as they are listed."""
     places = {(temperature, prompt.task, prompt.prompt_id): i for i, (temperature, prompt) in enumerate(work)}
     methods = list(METHODS)

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dflash_hf.context_dflash import BlockDrafter
+from dflash_hf.eval.metrics import acceptance_per_slot
 from dflash_hf.hub_configs.check_report import SMALL_TAU, USELESS_TAU, Finding
 from dflash_hf.target_dflash import TargetTaps, decoder_layers
 from dflash_hf.trainer.feature_store import refuse_constant
@@ -171,12 +172,12 @@ def measure(
     """Greedy answers with whole blocks, and `rounds`, `tau` and `acceptance_slot_k` of all their rounds."""
     options = {"assistant_model": drafter, "num_assistant_tokens": drafter.config.block_size - 1}
     outputs = [_greedy(target, prompt, max_new_tokens, **options) for prompt in prompts]
-    lengths = torch.tensor([length for output in outputs for length in output.accepted_lengths[0]]).double()
-    figures: dict[str, float] = {"rounds": len(lengths)}
-    if len(lengths):
-        figures["tau"] = lengths.mean().item()
-        for slot in range(1, drafter.config.block_size):
-            figures[f"acceptance_slot_{slot}"] = (lengths > slot).double().mean().item()
+    lengths = [output.accepted_lengths[0] for output in outputs]
+    figures: dict[str, float] = {"rounds": sum(map(len, lengths))}
+    acceptance = acceptance_per_slot(lengths, drafter.config.block_size)
+    if acceptance is not None:
+        figures["tau"] = 1 + sum(acceptance)
+        figures |= {f"acceptance_slot_{slot}": share for slot, share in enumerate(acceptance, start=1)}
     return [output.sequences for output in outputs], figures
 
 

@@ -13,7 +13,8 @@ from streaming_server import StreamingServer
 from tiny_material import make_drafter_config, run_python, save_tiny_target
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.eval.cost_model import CostRow, cost_table, cycle_costs
+from dflash_hf.eval.cost_model import CostRow, cost_table, cycle_costs, random_pair
+from dflash_hf.eval.decode import Answer
 from dflash_hf.eval.report import read_report
 from dflash_hf.eval.run import EvalOptions, evaluate_server, main
 
@@ -142,8 +143,20 @@ def test_cost_model_needs_no_weights(pair, monkeypatch, capsys):
 
 def test_costs_are_those_of_real_rounds(tiny_target, tiny_drafter):
     (row,) = cycle_costs(tiny_target, tiny_drafter, num_proposals=[7], num_rounds=6, repetitions=2)
-    assert row.cost > 1 and row.cost_range[0] <= row.cost <= row.cost_range[1]
+    assert 0 < row.cost_range[0] <= row.cost <= row.cost_range[1]
     assert 0 < row.draft_share < 1 and 0 < row.verify_share < 1 - row.draft_share
+
+
+def test_the_first_round_reads_the_context_and_costs_are_medians(tiny_target, tiny_drafter, monkeypatch):
+    # Plain steps take 1 s, cycles 2, 3 and 4 s after the first, and a repetition that is not counted comes before.
+    seconds = iter([[9.0, 1.0], [9.0, 7.0], [9.0, 1.0], [9.0, 2.0], [9.0, 1.0], [9.0, 4.0], [9.0, 1.0], [9.0, 3.0]])
+    monkeypatch.setattr(
+        "dflash_hf.eval.cost_model.timed_generate",
+        lambda *_, **__: Answer([1, 2, 3], [1, 1], 0.5, next(seconds), draft_seconds=1.0, verify_seconds=2.0),
+    )
+    (row,) = cycle_costs(tiny_target, tiny_drafter, num_proposals=[7], num_rounds=2, repetitions=3)
+    assert (row.cost, row.cost_range, row.plain_ms, row.cycle_ms) == (3.0, (2.0, 4.0), 1000.0, 3000.0)
+    assert row.draft_share == 3 / 36 and row.verify_share == 6 / 36
 
 
 def test_a_speedup_is_tau_over_the_cost_and_only_where_a_block_can_give_it():
@@ -154,8 +167,6 @@ def test_a_speedup_is_tau_over_the_cost_and_only_where_a_block_can_give_it():
 
 
 def test_random_weights_are_finite(pair):
-    from dflash_hf.eval.cost_model import random_pair
-
     target, drafter = random_pair(str(pair / "target"), str(pair / "drafter"), torch.float32, torch.device("cpu"))
     assert all(weight.isfinite().all() for model in (target, drafter) for weight in model.parameters())
     assert not target.training and not drafter.training

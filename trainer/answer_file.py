@@ -71,7 +71,7 @@ def check_settings(output: Path, settings: dict[str, Any], *, is_begun: bool) ->
     if changed:
         differences = ", ".join(f"`{name}` was {before.get(name)!r}, now {settings[name]!r}" for name in changed)
         raise ValueError(
-            f"{output} was begun with other settings: {differences}. Use the first ones or another `--output`."
+            f"{output} was begun with other settings: {differences}. Use the first ones, or write to another place."
         )
     write_json(settings_file, before | settings)
 
