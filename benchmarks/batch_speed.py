@@ -35,13 +35,13 @@ class BatchSpeedOptions:
     right_proposals: int | None = field(default=None, metadata={"help": "Accept so many proposals a round by force."})
 
 
-class ForcedCall(decoding_dflash.DecodeCall):
-    """A call that takes its first proposals for the target's choices, so its text means nothing and its cost does."""
+class ForcedAcceptance(decoding_dflash.Acceptance):
+    """Takes the first proposals for the target's choices, so the text means nothing and its cost does."""
 
     num_right = 0
 
-    def _choose_at_once(self, tree, logits, draft_scores):
-        scores, choices = super()._choose_at_once(tree, logits, draft_scores)
+    def _choose_at_once(self, rows, tree, logits, draft_scores):
+        scores, choices = super()._choose_at_once(rows, tree, logits, draft_scores)
         proposals = tree.tokens[:, 1:].tolist()
         for i in range(len(choices)):
             forced = proposals[i][: self.num_right]
@@ -61,8 +61,8 @@ def main() -> None:
     rows = held_out_prompts(-(-num_prompts // 4))[:num_prompts]
     batches = [rows[i : i + options.batch_size] for i in range(0, num_prompts, options.batch_size)]
     if options.right_proposals is not None:
-        ForcedCall.num_right = options.right_proposals
-        decoding_dflash.DecodeCall = ForcedCall
+        ForcedAcceptance.num_right = options.right_proposals
+        decoding_dflash.Acceptance = ForcedAcceptance
     methods = {"plain": {}, "dflash": {"assistant_model": drafter}}
     speeds: dict[str, list[float]] = {method: [] for method in methods}
     for batch in tqdm(batches, unit="batch"):

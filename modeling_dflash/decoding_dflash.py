@@ -9,20 +9,13 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from .acceptance_dflash import Acceptance, process
 from .call_options_dflash import CallOptions
 from .committed_text_dflash import CommittedText
 from .context_dflash import ROUNDS_BEFORE_ALARM, BlockDrafter, warn_of_useless_drafter
 from .outputs_dflash import DFlashGenerateOutput, OutputRecorder
 from .round_policy_dflash import RoundPolicy
-from .sampling_dflash import (
-    StepNoise,
-    choose_after_drafts,
-    choose_tokens,
-    counts_its_calls,
-    draft_processors,
-    group_by_length,
-    is_prefix_free,
-)
+from .sampling_dflash import StepNoise, counts_its_calls, draft_processors, is_prefix_free
 from .target_dflash import check_drafter_fits
 from .tree_dflash import TokenTree
 from .verification_dflash import Verifier
@@ -154,7 +147,7 @@ class DecodeCall:
             )
         check_drafter_fits(drafter.config, target)
         self.drafter, self.target = drafter, target
-        self.processors, self.config, self.streamer = processors, config, streamer
+        self.config, self.streamer = config, streamer
         self.sample_drafts, self.tree_builder = sample_drafts, tree_builder
         num_rows, num_prompt = input_ids.shape
         block_size = drafter.config.block_size
@@ -182,9 +175,8 @@ class DecodeCall:
         )
         self.recorder = OutputRecorder(config, num_rows)
         self.keeps_cache = self.verifier.is_cache_given or self.recorder.is_dict
-        self.is_prefix_free = is_prefix_free(processors)
+        self.acceptance = Acceptance(self.text, processors, self.recorder, draws_after_drafts=sample_drafts)
         self.draft_processors = draft_processors(processors, keep_argmax=not sample_drafts)
-        self.noise: StepNoise | None = None
         self.accepted_lengths: list[list[int]] = [[] for _ in self.rows]
         self.num_faults = self.num_rounds_to_skip = self.num_draft_rounds = 0
         self.has_accepted = False
@@ -195,7 +187,7 @@ class DecodeCall:
             start = time.perf_counter()
             tree, draft_scores = self._propose()
             outputs = self.verifier.verify(tree)
-            paths = self._accept(tree, outputs.logits, draft_scores)
+            paths = self.acceptance.accept(self.rows, tree, outputs.logits, draft_scores)
             choices = [
                 self.text.new_tokens[row][-len(path) :] if path else []
                 for row, path in zip(self.rows, paths, strict=True)
@@ -221,10 +213,10 @@ class DecodeCall:
             self._turn_drafter_off(error)
         self.recorder.add_prefill(outputs)
         if self.config.do_sample and not self.sample_drafts:
-            self.noise = StepNoise(len(self.rows), outputs.logits.shape[-1], self.text.device)
+            self.acceptance.noise = StepNoise(len(self.rows), outputs.logits.shape[-1], self.text.device)
         # The last prompt token is the root of a tree without proposals.
         root = TokenTree.chain(self.text.ids.new_zeros(len(self.rows), 1))
-        self._stream(self._accept(root, outputs.logits[:, -1:], None))
+        self._stream(self.acceptance.accept(self.rows, root, outputs.logits[:, -1:], None))
         self._drop_ended_rows()
 
     # Proposing
@@ -275,7 +267,7 @@ class DecodeCall:
         for slot in range(logits.shape[1]):
             # Each slot may depend on those before it, so they are written behind the text for a while.
             lengths = {i: self.text.length(row) + slot for i, row in enumerate(self.rows)}
-            processed = self._process(self.draft_processors, lengths, dict(enumerate(logits[:, slot])))
+            processed = process(self.draft_processors, self.text, self.rows, lengths, dict(enumerate(logits[:, slot])))
             scores = torch.stack(list(processed.values()))
             tokens = scores.softmax(-1).multinomial(1)[:, 0] if self.sample_drafts else scores.argmax(-1)
             self.text.ids[self.rows, list(lengths.values())] = tokens
@@ -302,96 +294,6 @@ class DecodeCall:
             )
         # A static cache has no columns behind the longest text.
         return tree.longest_chain(num_proposals + 1)
-
-    # Accepting
-
-    def _accept(self, tree: TokenTree, logits: torch.Tensor, draft_scores: torch.Tensor | None) -> list[list[int]]:
-        """Commits each row's new tokens and returns the nodes that they follow.
-
-        Tokens are committed one by one, with processors and stopping criteria called as in plain decoding.
-        """
-        logits = logits.to(self.text.device, torch.float32)
-        if self.sample_drafts and draft_scores is None:
-            draft_scores = logits[:, :0]
-        scores: Any = None
-        choices: Any = None
-        if self.is_prefix_free:
-            scores, choices = self._choose_at_once(tree, logits, draft_scores)
-        paths: list[list[int]] = [[] if self.text.is_over(row) else [0] for row in self.rows]
-        frontier = {i: 0 for i, path in enumerate(paths) if path}
-        while frontier:
-            if choices is None:
-                lengths = {i: self.text.length(self.rows[i]) for i in frontier}
-                node_logits = {i: logits[i, node] for i, node in frontier.items()}
-                step_scores = self._process(self.processors, lengths, node_logits)
-                tokens = {
-                    i: self._choose_one(i, step_scores[i], tree, node, draft_scores) for i, node in frontier.items()
-                }
-            else:
-                step_scores = {i: scores[i, node] for i, node in frontier.items()}
-                tokens = {i: choices[i][node] for i, node in frontier.items()}
-            deeper = {}
-            for i, node in frontier.items():
-                row = self.rows[i]
-                self.recorder.add_step(row, step_scores[i], logits[i, node])
-                scores_so_far = self.recorder.scores_so_far(row) if self.text.asks_criteria else None
-                self.text.commit(row, tokens[i], scores_so_far)
-                child = tree.child(i, node, tokens[i])
-                if child is not None and not self.text.is_over(row):
-                    paths[i].append(child)
-                    deeper[i] = child
-            frontier = deeper
-        return paths
-
-    def _choose_at_once(
-        self, tree: TokenTree, logits: torch.Tensor, draft_scores: torch.Tensor | None
-    ) -> tuple[torch.Tensor, list[list[int]]]:
-        """Scores and choices of all nodes, for processors that look at nothing but the scores."""
-        rows, nodes, vocab_size = logits.shape
-        scores = logits
-        if self.processors:
-            no_text = self.text.ids.new_zeros(rows * nodes, 1)
-            scores = self.processors(no_text, logits.flatten(0, 1).clone()).view(rows, nodes, vocab_size)
-        if draft_scores is not None:
-            return scores, choose_after_drafts(scores, draft_scores, tree.tokens[:, 1:]).tolist()
-        noise = None
-        if self.noise is not None:
-            noise = torch.ones_like(scores)
-            for i, row in enumerate(self.rows):
-                if self.text.is_over(row):
-                    continue
-                for node, depth in enumerate(tree.depth_lists[i]):
-                    noise[i, node] = self._noise(row, depth)
-        return scores, choose_tokens(scores, noise).tolist()
-
-    def _choose_one(
-        self, i: int, scores: torch.Tensor, tree: TokenTree, node: int, draft_scores: torch.Tensor | None
-    ) -> int:
-        if draft_scores is not None:
-            next_slot = slice(node, node + 1)  # empty after the last proposal
-            proposal = tree.tokens[i : i + 1, 1:][:, next_slot]
-            pair = scores.expand(1, 1 + proposal.shape[1], -1)
-            return int(choose_after_drafts(pair, draft_scores[i : i + 1, next_slot], proposal)[0, 0])
-        return int(choose_tokens(scores, None if self.noise is None else self._noise(self.rows[i], 0)))
-
-    def _process(
-        self, processors: LogitsProcessorList, lengths: dict[int, int], logits: dict[int, torch.Tensor]
-    ) -> dict[int, torch.Tensor]:
-        """Processed scores of one node of each row after `lengths` tokens, by calls like those of plain decoding."""
-        found: dict[int, torch.Tensor] = {}
-        for length, members in group_by_length(lengths).items():
-            # Processors may know rows by their place in the batch, so each call has the whole batch.
-            text = self.text.up_to(length)
-            scores = logits[members[0]].new_zeros(text.shape[0], logits[members[0]].shape[0])
-            for i in members:
-                scores[self.rows[i]] = logits[i]
-            scores = processors(text, scores)
-            found |= {i: scores[self.rows[i]] for i in members}
-        return {i: found[i] for i in lengths}
-
-    def _noise(self, row: int, depth: int) -> torch.Tensor:
-        assert self.noise is not None
-        return self.noise.get(row, len(self.text.new_tokens[row]) + depth)
 
     # After a round
 
@@ -422,9 +324,9 @@ class DecodeCall:
             self.verifier.select_rows(staying)
             self.block_drafter.select_rows(staying)
             self.rows = [self.rows[i] for i in staying]
-        if self.noise is not None:
+        if self.acceptance.noise is not None:
             unfinished = [row for row in self.rows if not self.text.is_over(row)]
-            self.noise.forget_before({row: len(self.text.new_tokens[row]) for row in unfinished})
+            self.acceptance.noise.forget_before({row: len(self.text.new_tokens[row]) for row in unfinished})
 
     def _stream(self, paths: list[list[int]]) -> None:
         if self.streamer is not None:
@@ -443,8 +345,8 @@ class DecodeCall:
     def _result(self) -> DFlashGenerateOutput | torch.LongTensor:
         if self.streamer is not None:
             self.streamer.end()
-        if self.noise is not None:
-            self.noise.rewind(self.text.num_steps)
+        if self.acceptance.noise is not None:
+            self.acceptance.noise.rewind(self.text.num_steps)
         pad_token = getattr(self.config, "_pad_token_tensor", None)
         pad_id = 0 if pad_token is None else int(pad_token)
         cache = None
