@@ -5,8 +5,8 @@
 Targets have the shapes of Qwen3-4B and Qwen3-8B and random weights, drafters those of the shipped configs; nothing is
 downloaded. Every cycle accepts the same forced number of tokens in every row, so times mean something and texts do
 not. Four ways to decode are timed: plain steps, eager and compiled with a static cache, and our cycles, eager with a
-dynamic cache and compiled with a static one (the fast path, docs/fast-path.md). A time is the median over steady
-rounds; rounds before them are the warm-up, compilation included, and are reported as such.
+dynamic cache, and compiled, drafts included, with static ones (the fast path, docs/fast-path.md). A time is the median
+over steady rounds; rounds before them are the warm-up, compilation included, and are reported as such.
 
 The floor of a cycle is the time to read, at the measured copy bandwidth, the weights of target and drafter, the head
 once more for the draft, and the keys and values of the context; that of a step leaves the drafter out. Measurements
@@ -28,10 +28,10 @@ import torch
 from transformers import CompileConfig, LogitsProcessor, PreTrainedModel, Qwen3Config, StaticCache
 
 from dflash_hf import create_drafter_config
+from dflash_hf.compilation_dflash import known_forwards
 from dflash_hf.eval.cost_model import model_from_config
 from dflash_hf.eval.forced_acceptance import ForcedProposals
 from dflash_hf.eval.methods import sampling_options
-from dflash_hf.fast_path_dflash import known_forwards
 from dflash_hf.hub_configs import load_hub_config
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.trainer.command_line import parse_options
@@ -52,6 +52,16 @@ _QWEN3 = {
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-4b": _QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
     "qwen3-8b": _QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
+    "smollm2-135m-instruct": {  # for CPUs
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
     "tiny": {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -207,8 +217,8 @@ class Bench:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         target.generate(prompts, attention_mask=torch.ones_like(prompts), **arguments)
-        if method == "fast cycle" and not known_forwards(target).is_in_use:
-            raise RuntimeError("The verify forwards were not compiled; the log says why.")
+        if method == "fast cycle" and not all(known_forwards(each).is_in_use for each in (target, drafter)):
+            raise RuntimeError("Target or drafter was not compiled; the log says why.")
         return self._measurement(cell, method, clock.times)
 
     def _compile_config(self) -> CompileConfig:

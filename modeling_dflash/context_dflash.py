@@ -2,11 +2,11 @@
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .context_cache_dflash import ContextCache, ContextColumns
+from .pending_features_dflash import PendingFeatures
 from .target_dflash import draft_logits, embed_tokens
 
 logger = logging.get_logger(__name__)
@@ -28,6 +28,8 @@ class BlockDrafter:
         ValueError: If `draft_window` is not a positive integer.
     """
 
+    is_warming_up = False  # only a compiled draft does
+
     def __init__(
         self,
         drafter: PreTrainedModel,
@@ -39,10 +41,9 @@ class BlockDrafter:
         self.target = target
         windows = context_windows(drafter, draft_window)
         self._cache = ContextCache(len(windows), len(num_unseen), windows)
-        self._num_unseen = num_unseen
         # How many of the newest context features some layer sees; None: all of them. Older ones need not be added.
-        self.max_context = None if None in windows else max(window for window in windows if window is not None)
-        self._pending: list[tuple[torch.Tensor, list[int]]] = []
+        self.max_context = widest_window(windows)
+        self._pending = PendingFeatures(num_unseen, self.max_context)
         self._mask_ids = torch.full((1, drafter.config.block_size - 1), drafter.config.mask_token_id)
 
     @property
@@ -59,13 +60,7 @@ class BlockDrafter:
             num_left_out (`list[int]`, *optional*): Text tokens of each row before these, whose features were left out
                 because `max_context` newer ones follow.
         """
-        if num_left_out is not None:
-            self._count_unseen(num_left_out)
-        self._pending.append((features, num_new))
-        if self.max_context is not None:
-            num_pending = sum(features.shape[1] for features, _ in self._pending)
-            if num_pending > 2 * self.max_context:
-                self._merge_pending()
+        self._pending.add(features, num_new, num_left_out)
 
     def logits(self, anchors: torch.LongTensor, num_slots: int) -> torch.Tensor:
         """Draft logits of the first `num_slots` slots after the anchor; the block is drafted at full width.
@@ -81,7 +76,7 @@ class BlockDrafter:
             RuntimeError: If there are no features, or a float16 drafter overflows.
         """
         drafter, config = self.drafter, self.drafter.config
-        features, num_new = self._merge_pending()
+        features, num_new = self._pending.merge()
         rows, width = anchors.shape[0], config.block_size
         block_ids = torch.cat([anchors, self._mask_ids.to(anchors.device).expand(rows, -1)], dim=1)
         noise_embeds = embed_tokens(self.target, block_ids, config).to(drafter.device, drafter.dtype)
@@ -101,48 +96,12 @@ class BlockDrafter:
 
     def select_rows(self, rows: list[int]) -> None:
         """Keeps these rows of the batch."""
-        self._num_unseen = [self._num_unseen[row] for row in rows]
-        pending, self._pending = self._pending, []
-        for features, num_new in pending:
-            staying = [num_new[row] for row in rows]
-            self._pending.append((features[rows, : max(staying)], staying))
+        self._pending.select_rows(rows)
         self._cache.select_rows(rows)
-
-    def _merge_pending(self) -> tuple[torch.Tensor, list[int]]:
-        if not self._pending:
-            raise RuntimeError("The drafter has got no context features since its last draft.")
-        pieces = self._pending
-        if len(pieces) == 1:
-            features, num_new = pieces[0]
-            merged = features[:, : max(num_new)]
-        elif all(set(num_new) == {features.shape[1]} for features, num_new in pieces):
-            merged = torch.cat([features for features, _ in pieces], dim=1)
-            num_new = [merged.shape[1]] * merged.shape[0]
-        else:
-            rows = [
-                torch.cat([features[row, : num_new[row]] for features, num_new in pieces])
-                for row in range(len(pieces[0][1]))
-            ]
-            num_new = [len(row) for row in rows]
-            merged = pad_sequence(rows, batch_first=True)
-        if self.max_context is not None and merged.shape[1] > self.max_context:
-            merged, num_new = self._newest(merged, num_new, self.max_context)
-        self._pending = [(merged, num_new)]
-        return merged, num_new
-
-    def _newest(self, features: torch.Tensor, num_new: list[int], num_kept: int) -> tuple[torch.Tensor, list[int]]:
-        """The newest `num_kept` features of each row, in memory of their own; no layer sees the older ones."""
-        starts = [max(0, new - num_kept) for new in num_new]
-        self._count_unseen(starts)
-        rows = [features[row, start:new] for row, (start, new) in enumerate(zip(starts, num_new, strict=True))]
-        return pad_sequence(rows, batch_first=True), [len(row) for row in rows]
-
-    def _count_unseen(self, num_tokens: list[int]) -> None:
-        self._num_unseen = [unseen + new for unseen, new in zip(self._num_unseen, num_tokens, strict=True)]
 
     def _positions(self, num_features: int, num_new: list[int], width: int) -> torch.LongTensor:
         """A plain counter of text tokens, shape (rows, num_features + width); also for targets with several axes."""
-        starts = [unseen + held for unseen, held in zip(self._num_unseen, self._cache.lengths, strict=True)]
+        starts = [unseen + held for unseen, held in zip(self._pending.num_unseen, self._cache.lengths, strict=True)]
         if len(set(starts)) == len(set(num_new)) == 1:
             return torch.arange(starts[0], starts[0] + num_features + width).unsqueeze(0)
         steps = torch.arange(num_features + width).expand(len(starts), -1)
@@ -200,6 +159,11 @@ def context_windows(drafter: PreTrainedModel, draft_window: int | None = None) -
         limits = [draft_window, None if sliding_window is None else sliding_window - 1]
         windows.append(min((limit for limit in limits if limit is not None), default=None))
     return windows
+
+
+def widest_window(windows: list[int | None]) -> int | None:
+    """How many of the newest context features the layer sees that sees most; None: all of them."""
+    return None if None in windows else max(window for window in windows if window is not None)
 
 
 def warn_of_useless_drafter() -> None:

@@ -12,10 +12,12 @@ from transformers.utils import logging
 from .acceptance_dflash import Acceptance, process
 from .call_options_dflash import CallOptions
 from .committed_text_dflash import CommittedText
+from .compilation_dflash import compile_options
 from .context_dflash import ROUNDS_BEFORE_ALARM, BlockDrafter, warn_of_useless_drafter
 from .outputs_dflash import DFlashGenerateOutput, OutputRecorder
 from .round_policy_dflash import RoundPolicy
 from .sampling_dflash import StepNoise, counts_its_calls, draft_processors, is_prefix_free
+from .static_draft_dflash import StaticBlockDrafter, can_be_static
 from .target_dflash import check_drafter_fits
 from .tree_dflash import TokenTree
 from .verification_dflash import Verifier
@@ -162,8 +164,9 @@ class DecodeCall:
             num_prompt=num_prompt,
             max_length=self.text.max_length,
             block_size=block_size,
+            num_tree_nodes=options.num_tree_nodes,
         )
-        self.block_drafter = BlockDrafter(drafter, target, self.verifier.num_unseen, draft_window=options.draft_window)
+        self.block_drafter = self._make_block_drafter(options.draft_window)
         self.policy = RoundPolicy(
             target,
             drafter,
@@ -172,6 +175,7 @@ class DecodeCall:
             num_tree_nodes=options.num_tree_nodes,
             # Drawn proposals take part in the draw, so a length that follows the clock would make seeds useless.
             verifies_whole_block=sample_drafts or tree_builder is not None,
+            sizes=self.verifier.sizes,
         )
         self.recorder = OutputRecorder(config, num_rows)
         self.keeps_cache = self.verifier.is_cache_given or self.recorder.is_dict
@@ -194,10 +198,19 @@ class DecodeCall:
             ]
             self._settle(tree, outputs, paths)
             del outputs
-            if not self.verifier.is_warming_up:
-                self.policy.record(tree.num_nodes - 1, choices, time.perf_counter() - start, len(self.rows))
+            is_warming_up = self.verifier.is_warming_up or (tree.num_nodes > 1 and self.block_drafter.is_warming_up)
+            seconds = None if is_warming_up else time.perf_counter() - start
+            self.policy.record(tree.num_nodes - 1, choices, seconds, len(self.rows))
         self.policy.keep()
         return self._result()
+
+    def _make_block_drafter(self, draft_window: int | None) -> BlockDrafter | StaticBlockDrafter:
+        arguments = self.drafter, self.target, self.verifier.num_unseen, draft_window
+        max_columns = self.verifier.cache.max_columns
+        if self.verifier.is_fast and max_columns is not None and can_be_static(self.drafter, self.target):
+            options = compile_options(self.target, self.config)
+            return StaticBlockDrafter(*arguments, max_context=max_columns, options=options)
+        return BlockDrafter(*arguments)
 
     def _read_prompt(self) -> None:
         outputs = self.verifier.read_prompt(self.text.up_to(self.text.num_prompt), self.block_drafter.max_context)
@@ -253,10 +266,15 @@ class DecodeCall:
             self.num_rounds_to_skip -= 1
             return 0
         room = max(self.text.max_length - self.text.length(row) - 1 for row in self.rows)
-        num_free_columns = self.verifier.cache.num_free_columns
-        if num_free_columns is not None:
-            room = min(room, num_free_columns - 1)
+        most_nodes = self._most_nodes()
+        if most_nodes is not None:
+            room = min(room, most_nodes)
         return min(room, self.policy.pick()) if room > 0 else 0
+
+    def _most_nodes(self) -> int | None:
+        """Nodes beside the anchor that a static cache has room for; None without a limit."""
+        num_free_columns = self.verifier.cache.num_free_columns
+        return None if num_free_columns is None else num_free_columns - 1
 
     def _choose_proposals(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """Proposals of shape (rows, slots), and the scores that they were drawn from, if they were drawn."""
@@ -282,12 +300,15 @@ class DecodeCall:
             no_text = self.text.ids.new_zeros(logits.shape[0] * logits.shape[1], 1)
             logits = processors(no_text, logits.float().flatten(0, 1)).view(logits.shape)
         anchors = [self.text.new_tokens[row][-1] for row in self.rows]
-        return self.policy.grow(logits, anchors, [self.text.is_over(row) for row in self.rows])
+        is_over = [self.text.is_over(row) for row in self.rows]
+        return self.policy.grow(logits, anchors, is_over, self._most_nodes())
 
     def _allowed_tree(self, tree: TokenTree, num_proposals: int) -> TokenTree:
+        most_nodes = self._most_nodes()
         if not tree.is_chain and self.verifier.takes_trees:
-            return tree
-        if not tree.is_chain:
+            if most_nodes is None or tree.num_nodes - 1 <= most_nodes:
+                return tree
+        elif not tree.is_chain:
             logger.warning_once(
                 f"{type(self.target).__name__} with this cache and attention cannot take the mask of a tree: each "
                 "tree is cut to its longest path."
@@ -321,6 +342,7 @@ class DecodeCall:
         elif len(staying) < len(self.rows) and cache.is_static:
             cache.forget_rows([i for i in range(len(self.rows)) if i not in staying])
         elif len(staying) < len(self.rows) and not self.keeps_cache:
+            assert isinstance(self.block_drafter, BlockDrafter)  # static caches keep their rows
             self.verifier.select_rows(staying)
             self.block_drafter.select_rows(staying)
             self.rows = [self.rows[i] for i in staying]

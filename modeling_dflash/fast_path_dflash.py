@@ -1,10 +1,6 @@
-"""Verification through `torch.compile`: two fixed widths, static shapes, and the tapped layers among the outputs."""
+"""Verification through `torch.compile`: a few fixed widths, static shapes, the tapped layers among the outputs."""
 
-import time
-import types
-import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,42 +9,17 @@ from transformers.cache_utils import StaticCache
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import logging
 
+from .compilation_dflash import CompiledRuns, compile_options, known_forwards
 from .target_cache_dflash import TargetCache
 from .target_dflash import TargetTaps, text_config
+from .tree_growth_dflash import MAX_NODES
 
 logger = logging.get_logger(__name__)
 
-# Runs of a graph in one call whose time says nothing: on a GPU the first compiles or warms up, the second records.
-_WARM_UP_RUNS = 2
 # Lengths of static caches between two powers of two.
 _STEPS_PER_DOUBLING = 8
 # Narrow forwards of a call before a graph is compiled for them: many calls have a single one, at the end of the text.
 _NARROW_BEFORE_COMPILING = 4
-
-
-@dataclass
-class CompiledForwards:
-    """What all calls of one target know of its compiled forwards.
-
-    Args:
-        functions (`dict`): By tapped layers and compile options, and width.
-        shapes (`set`): Tapped layers, compile options and shapes that have been run.
-        failed (`set`): Tapped layers and compile options with which it could not be compiled.
-        returns_taps (`dict`): By tapped layers, whether the hidden states that the target returns are their outputs.
-    """
-
-    functions: dict[tuple[str, int], Callable] = field(default_factory=dict)
-    shapes: set[tuple] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-    returns_taps: dict[tuple[int, ...], bool] = field(default_factory=dict)
-
-    @property
-    def is_in_use(self) -> bool:
-        """Whether forwards were compiled and run, without a failure."""
-        return bool(self.shapes) and not self.failed
-
-
-_KNOWN: "weakref.WeakKeyDictionary[PreTrainedModel, CompiledForwards]" = weakref.WeakKeyDictionary()
 
 
 class FastPath:
@@ -65,6 +36,9 @@ class FastPath:
         generation_config ([`GenerationConfig`]): The call's settings, `compile_config` among them.
         widths (`Sequence[int]`): Tokens a row that forwards may read.
         num_rows (`int`): Rows of the batch; with a static cache they stay to the end.
+        reads_trees (`bool`): Whether forwards of more than one token get the mask of a tree.
+    Attributes:
+        is_warming_up (`bool`): Whether the last forward took longer than later ones will.
     """
 
     def __init__(
@@ -75,15 +49,21 @@ class FastPath:
         generation_config: GenerationConfig,
         widths: Sequence[int],
         num_rows: int,
+        *,
+        reads_trees: bool = False,
     ):
         self._target, self._taps, self._cache = target, taps, cache
-        self._num_rows = num_rows
-        self._options = compile_options(target, generation_config)
         self._layer_ids = tuple(taps.layer_ids)
-        self._key = repr((self._layer_ids, sorted(self._options.items(), key=lambda item: item[0])))
-        self._known = known_forwards(target)
-        self._widths = sorted(set(widths))
-        self._num_runs = dict.fromkeys(self._widths, 0)
+        self._runs = CompiledRuns(
+            target,
+            _tapped_forward,
+            compile_options(target, generation_config),
+            key=f"layers {self._layer_ids}, trees {reads_trees}",
+            shape=(num_rows, cache.max_columns or 0),
+        )
+        self._returns_taps = known_forwards(target).returns_taps
+        self.widths = sorted(set(widths))
+        self.reads_trees = reads_trees
         self._num_narrow = 0
         self._is_stand_in = False
         self.is_warming_up = False
@@ -95,18 +75,18 @@ class FastPath:
         if it is a rare one, the graph of a wider one stands in, or none.
         """
         self._is_stand_in = False
-        if self._key in self._known.failed or not self._known.returns_taps.get(self._layer_ids, True):
+        if self._runs.has_failed or not self._returns_taps.get(self._layer_ids, True):
             return None
         room = self._cache.num_free_columns or 0
-        fitting = [width for width in self._widths if num_nodes <= width <= room]
-        if not fitting or fitting[0] == self._widths[-1]:
+        fitting = [width for width in self.widths if num_nodes <= width <= room]
+        if not fitting or num_nodes > 1 or len(fitting) == 1:
             return fitting[0] if fitting else None
         narrow, *wider = fitting
         self._num_narrow += 1
-        if self._has_run(narrow) or self._num_narrow >= _NARROW_BEFORE_COMPILING:
+        if self._runs.has_run(narrow) or self._num_narrow >= _NARROW_BEFORE_COMPILING:
             return narrow
         self._is_stand_in = True
-        return next((width for width in wider if self._has_run(width)), None)
+        return next((width for width in wider if self._runs.has_run(width)), None)
 
     def run(self, inputs: dict[str, Any], is_compiled: bool = True) -> Any:
         """The target's outputs with its logits, in memory of their own; the features go to the taps.
@@ -115,59 +95,21 @@ class FastPath:
             inputs (`dict`): What the target's forward gets.
             is_compiled (`bool`): Whether these have one of the widths.
         """
-        returns_taps = self._known.returns_taps.get(self._layer_ids)
+        returns_taps = self._returns_taps.get(self._layer_ids)
         self.is_warming_up = self._is_stand_in or returns_taps is None
         if returns_taps is None:
             return self._check(inputs)
         if not returns_taps:
             return self._target(**inputs, return_dict=True)  # hooks bring its features
         self._taps.remove()
-        if not is_compiled:
-            return self._run_eagerly(inputs)
-        width = inputs["input_ids"].shape[1]
-        is_new = not self._has_run(width)
-        start = time.perf_counter()
-        try:
-            logits, features = self._call(inputs, width)
-        except Exception as error:  # compilers fail in many ways, and the target can go on without one
-            self._known.failed.add(self._key)
-            logger.warning(
-                f"{type(self._target).__name__} cannot be compiled with {self._options}, so it runs eagerly: {error!r}"
-            )
-            self._cache.take_back_forward()
-            return self._run_eagerly(inputs)
-        self._num_runs[width] += 1
-        is_on_cpu = self._target.device.type == "cpu"
-        self.is_warming_up |= is_new or (not is_on_cpu and self._num_runs[width] <= _WARM_UP_RUNS)
-        if is_new:
-            self._known.shapes.add(self._shape(width))
-            logger.info(
-                f"The first compiled forward of {self._num_rows} x {width} tokens with a cache of "
-                f"{self._cache.max_columns} took {time.perf_counter() - start:.1f} s."
-            )
-        self._taps.put(features)
-        return CausalLMOutput(logits=logits)
-
-    def _shape(self, width: int) -> tuple:
-        return self._key, self._num_rows, width, self._cache.max_columns
-
-    def _has_run(self, width: int) -> bool:
-        return self._shape(width) in self._known.shapes
-
-    def _call(self, inputs: dict[str, Any], width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        function = self._known.functions.get((self._key, width))
-        if function is None:
-            function = torch.compile(_with_own_code(_tapped_forward, width), **self._options)
-            self._known.functions[self._key, width] = function
-        torch.compiler.cudagraph_mark_step_begin()
-        logits, features = function(self._target, self._layer_ids, inputs)
-        if self._target.device.type != "cpu":
-            # The next replay of a CUDA graph overwrites its outputs.
-            logits, features = logits.clone(), features.clone()
-        return logits, features
-
-    def _run_eagerly(self, inputs: dict[str, Any]) -> CausalLMOutput:
-        logits, features = _tapped_forward(self._target, self._layer_ids, inputs)
+        arguments = self._target, self._layer_ids, inputs
+        outputs = None
+        if is_compiled:
+            outputs = self._runs.run(inputs["input_ids"].shape[1], *arguments)
+            self.is_warming_up |= self._runs.is_warming_up
+            if outputs is None:
+                self._cache.take_back_forward()
+        logits, features = _tapped_forward(*arguments) if outputs is None else outputs
         self._taps.put(features)
         return CausalLMOutput(logits=logits)
 
@@ -176,7 +118,7 @@ class FastPath:
         logits, features = _tapped_forward(self._target, self._layer_ids, inputs)
         hooked = self._taps.take()
         returns_taps = torch.equal(features, hooked.to(features.device))
-        self._known.returns_taps[self._layer_ids] = returns_taps
+        self._returns_taps[self._layer_ids] = returns_taps
         if not returns_taps:
             logger.warning(
                 f"The hidden states that {type(self._target).__name__} returns are not the outputs of its layers, so "
@@ -184,11 +126,6 @@ class FastPath:
             )
         self._taps.put(hooked)
         return CausalLMOutput(logits=logits)
-
-
-def known_forwards(target: PreTrainedModel) -> CompiledForwards:
-    """What calls of this target have found out, to be filled by later ones."""
-    return _KNOWN.setdefault(target, CompiledForwards())
 
 
 def is_fast(
@@ -206,11 +143,20 @@ def is_fast(
     )
 
 
-def compile_options(target: PreTrainedModel, generation_config: GenerationConfig) -> dict[str, Any]:
-    """Options for `torch.compile`: those of the call, but with static shapes unless it asks for dynamic ones."""
-    compile_config = generation_config.compile_config or target._default_compile_config()
-    options = compile_config.to_dict()
-    return options | {"dynamic": bool(options.get("dynamic"))}
+def tree_widths(block_size: int, num_tree_nodes: int | str | None) -> list[int]:
+    """Tokens a row of the forwards that read trees of this size: one graph each; empty for chains.
+
+    Args:
+        num_tree_nodes (`int` or `"auto"`, *optional*): Of the call; "auto" has a menu of doubling widths.
+    """
+    if not num_tree_nodes:
+        return []
+    if isinstance(num_tree_nodes, int):
+        return [1, 1 + num_tree_nodes]
+    widths = [1, block_size]
+    while 2 * widths[-1] <= MAX_NODES + 1:
+        widths.append(2 * widths[-1])
+    return widths
 
 
 def roomy_cache(target: PreTrainedModel, cache: Any, num_slack: int) -> StaticCache:
@@ -234,9 +180,3 @@ def _tapped_forward(
     outputs = target(**inputs | {"output_hidden_states": True, "return_dict": True})
     tapped = [outputs.hidden_states[layer_id + 1] for layer_id in layer_ids]
     return outputs.logits, torch.cat([states.to(tapped[0].device) for states in tapped], dim=-1)
-
-
-def _with_own_code(function: Callable, width: int) -> Callable:
-    """A copy of a function: `torch.compile` keeps a few graphs for each code object, whichever models they are of."""
-    name = f"{function.__name__}_{width}"
-    return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)

@@ -23,6 +23,8 @@ class RoundPolicy:
         num_rows (`int`): Rows of the batch.
         num_tree_nodes (`int` or `"auto"`, *optional*): See [`CallOptions`].
         verifies_whole_block (`bool`): Chains are never shortened, unless `num_assistant_tokens` says so.
+        sizes (`list[int]`, *optional*): Numbers of proposals for which forwards are compiled, ascending: those between
+            them cost as much as the next one. Default: every number has a cost of its own.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class RoundPolicy:
         *,
         num_tree_nodes: int | str | None = None,
         verifies_whole_block: bool = False,
+        sizes: list[int] | None = None,
     ):
         self._models = target, drafter
+        self._is_compiled = sizes is not None
         self._num_rows = num_rows
         # How probable a choice is depends on whether it is drawn, not on the hardware or the rows.
         self._chances_key = ("chances", bool(config.do_sample))
@@ -45,10 +49,16 @@ class RoundPolicy:
         if num_tree_nodes:
             size = None if isinstance(num_tree_nodes, str) else num_tree_nodes
             self.tree_budget = TreeBudget(
-                asked or whole_block, size, self._kept_times("tree"), _KEPT.get(*self._models, self._chances_key)
+                asked or whole_block,
+                size,
+                self._kept_times("tree"),
+                _KEPT.get(*self._models, self._chances_key),
+                sizes=sizes,
             )
         num_fixed = whole_block if asked is None and verifies_whole_block else asked
-        self.verify_length = VerifyLength(whole_block, num_fixed, self._kept_times("chain"))
+        self.verify_length = VerifyLength(
+            whole_block, num_fixed, self._kept_times("chain"), only_whole=self._is_compiled
+        )
 
     def refuse_trees(self) -> None:
         """Makes all proposals chains, because the target takes no trees."""
@@ -58,26 +68,29 @@ class RoundPolicy:
         """Slots to draft for the next round, 0 for a round without a draft."""
         return (self.tree_budget or self.verify_length).pick()
 
-    def grow(self, logits: torch.Tensor, anchors: list[int], is_over: list[bool]) -> TokenTree:
+    def grow(
+        self, logits: torch.Tensor, anchors: list[int], is_over: list[bool], most_nodes: int | None = None
+    ) -> TokenTree:
         """The tree to verify.
 
         Args:
             logits (`torch.Tensor`): Of the draft, shape (rows, slots, vocab_size).
             anchors (`list[int]`): Each row's newest token.
             is_over (`list[bool]`): Rows that need no more tokens.
+            most_nodes (`int`, *optional*): Nodes beside the anchor that there is room for.
         """
         assert self.tree_budget is not None
         candidates = SlotCandidates.from_logits(logits, self.tree_budget.max_candidates)
-        grown, num_nodes = self.tree_budget.grow(candidates, is_over)
+        grown, num_nodes = self.tree_budget.grow(candidates, is_over, most_nodes)
         return build_tree(anchors, candidates, grown, num_nodes, logits.device)
 
-    def record(self, num_proposals: int, choices: list[list[int]], seconds: float, num_rows: int) -> None:
+    def record(self, num_proposals: int, choices: list[list[int]], seconds: float | None, num_rows: int) -> None:
         """Takes in a round.
 
         Args:
             num_proposals (`int`): Nodes beside the anchor.
             choices (`list[list[int]]`): The target's choices at the visited nodes of each row; none if it was over.
-            seconds (`float`): The round's wall time.
+            seconds (`float`, *optional*): The round's wall time, if it can be compared with that of other rounds.
             num_rows (`int`): Rows that stay for the next round; if they are fewer, the time says nothing.
         """
         is_comparable = num_rows == self._num_rows
@@ -115,4 +128,4 @@ class RoundPolicy:
     def _times_key(self, kind: str) -> tuple:
         target = self._models[0]
         # Batches count as alike between two powers of two.
-        return kind, str(target.device), str(target.dtype), self._num_rows.bit_length()
+        return kind, self._is_compiled, str(target.device), str(target.dtype), self._num_rows.bit_length()

@@ -205,7 +205,7 @@ class TargetCache:
         # Behind a shorter path every node stays where it is.
         kept = torch.tensor([path + list(range(len(path), longest)) for path in paths])[:, None, :, None]
         for layer in self._attention_layers():
-            end = int(layer.cumulative_length) if type(layer).__name__ in _STATIC else layer.keys.shape[-2]
+            end = layer.keys.shape[-2] if self._num_static is None else self._num_static + num_nodes
             kept = kept.to(layer.keys.device)  # layers may be on several devices
             for states in (layer.keys, layer.values):
                 block = states[:, :, end - num_nodes : end]

@@ -5,11 +5,9 @@ import itertools
 import math
 
 from .round_times_dflash import RoundTimes
-from .tree_growth_dflash import MAX_CANDIDATES, Chances, GrownPaths, SlotCandidates, grow_paths
+from .tree_growth_dflash import MAX_CANDIDATES, MAX_NODES, Chances, GrownPaths, SlotCandidates, grow_paths
 from .verify_length_dflash import DraftPauses
 
-# No tree that pays has more nodes; a bound for the time that growing takes.
-MAX_NODES = 127
 # Later slots share what is learned about them.
 _NUM_DEPTHS = 4
 _FADE = 0.98
@@ -92,6 +90,8 @@ class TreeBudget:
         max_depth (`int`): Slots of a block that may be used.
         num_nodes (`int`, *optional*): Always so many nodes beside the anchor, the likeliest ones; nothing is timed.
         times ([`RoundTimes`], *optional*), calibration ([`ChanceCalibration`], *optional*): Of earlier calls.
+        sizes (`list[int]`, *optional*): The only numbers of nodes that differ in cost, ascending: trees are filled up
+            to the next of them.
     """
 
     def __init__(
@@ -100,7 +100,10 @@ class TreeBudget:
         num_nodes: int | None = None,
         times: RoundTimes | None = None,
         calibration: ChanceCalibration | None = None,
+        *,
+        sizes: list[int] | None = None,
     ):
+        self.sizes = sizes
         self.max_depth = max_depth
         self.fixed = num_nodes
         self.times = times or RoundTimes(max_depth)
@@ -131,11 +134,14 @@ class TreeBudget:
             return 0
         return self.max_depth
 
-    def grow(self, candidates: SlotCandidates, is_over: list[bool]) -> tuple[list[GrownPaths], int]:
+    def grow(
+        self, candidates: SlotCandidates, is_over: list[bool], most_nodes: int | None = None
+    ) -> tuple[list[GrownPaths], int]:
         """Each row's best paths, and the number of nodes beside the anchor to verify of them.
 
         Args:
             is_over (`list[bool]`): Rows that need no more tokens.
+            most_nodes (`int`, *optional*): There is room for no more.
         """
         num_slots = len(candidates.chances[0])
         rows = [self.calibration.corrected(slots) for slots in candidates.chances]
@@ -145,9 +151,11 @@ class TreeBudget:
             grow_paths(chances, num_slots, 1 if over else largest, floor)
             for chances, over in zip(rows, is_over, strict=True)
         ]
+        most_nodes = most_nodes or largest
         if self.fixed is not None:
-            return grown, max(paths.num_nodes for paths in grown) - 1
+            return grown, min(most_nodes, max(paths.num_nodes for paths in grown) - 1)
         num_nodes = self._worthwhile([paths for paths, over in zip(grown, is_over, strict=True) if not over])
+        num_nodes = min(most_nodes, next((size for size in self.sizes or () if size >= num_nodes), num_nodes))
         for row, paths in enumerate(grown):
             if paths.num_nodes <= num_nodes and not is_over[row]:  # the other rows pay for its nodes
                 grown[row] = grow_paths(rows[row], num_slots, num_nodes)

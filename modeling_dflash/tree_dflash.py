@@ -105,6 +105,14 @@ class TokenTree:
         """The node that proposes `token` after `node`, if there is one."""
         return self._children[row].get((node, token))
 
+    def padded(self, num_nodes: int) -> "TokenTree":
+        """The tree with so many nodes: twins of its last node, or of a chain more nodes behind it."""
+        num_missing = num_nodes - self.num_nodes
+        tokens = torch.cat([self.tokens, self.tokens[:, -1:].expand(-1, num_missing)], dim=1)
+        if self.is_chain:
+            return TokenTree.chain(tokens)
+        return TokenTree(tokens, [parents + parents[-1:] * num_missing for parents in self.parents])
+
     def longest_chain(self, max_nodes: int | None = None) -> "TokenTree":
         """Each row's deepest path, the first of them if several are; cut to the shortest row's and to `max_nodes`."""
         depths = self.depth_lists
@@ -132,7 +140,8 @@ def tree_attention_mask(
     Args:
         padding_mask (`torch.Tensor`, *optional*): Shape (rows, num_cached): 0 marks cached columns without a token.
         num_cached (`int`): Columns of text before the anchor.
-        num_keys (`int`): The newest columns that the layer's cache returns, those of the tree last.
+        num_keys (`int`): Columns that the layer's cache returns: the newest ones, those of the tree last; a static
+            cache also returns free ones behind them.
         sliding_window (`int`, *optional*): A key is visible if it lies less than this many tokens back.
     Returns:
         `torch.BoolTensor` of shape (rows, 1, nodes, num_keys).
@@ -148,4 +157,6 @@ def tree_attention_mask(
         key_positions = torch.cat([columns, num_cached + tree.depths], dim=-1)
         query_positions = num_cached + tree.depths
         visible = visible & (query_positions[:, :, None] - key_positions[:, None] < sliding_window)
+    num_free = max(0, num_keys - visible.shape[-1])
+    visible = torch.nn.functional.pad(visible, (0, num_free))
     return visible[:, None, :, visible.shape[-1] - num_keys :]

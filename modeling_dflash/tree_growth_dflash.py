@@ -10,6 +10,8 @@ from .tree_dflash import TokenTree
 
 # Tokens of a slot that may become nodes. Of a tree of 127 nodes hardly any asks for more.
 MAX_CANDIDATES = 8
+# No tree that pays has more nodes; a bound for the time that growing takes.
+MAX_NODES = 127
 
 Chances = Callable[[int, bool], list[float]]
 

@@ -8,7 +8,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.generation.utils import GenerationMixin
 
-from .fast_path_dflash import FastPath, is_fast, roomy_cache
+from .fast_path_dflash import FastPath, is_fast, roomy_cache, tree_widths
 from .target_cache_dflash import TargetCache
 from .target_dflash import TargetTaps, text_config
 from .tree_dflash import TokenTree, tree_attention_mask
@@ -19,8 +19,8 @@ _CACHE_NAMES = ("cache", "past_key_values")  # since Transformers 5.24, and befo
 _MARKS_GIVEN_CACHES = (
     "_is_user_defined" in inspect.unwrap(GenerationMixin._prepare_cache_for_generation).__code__.co_names
 )
-# Room behind the text in static caches of batches: fewer blocks mean that gaps are closed more often.
-_BLOCKS_OF_SLACK = 4
+# More room behind the text in static caches of batches, in blocks: less means that gaps are closed more often.
+_SLACK_OF_BATCHES = 3
 _TYPE_ID_NAMES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
@@ -36,6 +36,9 @@ class Verifier:
         num_prompt (`int`): Tokens of the prompts.
         max_length (`int`): Longest text.
         block_size (`int`, *optional*): The drafter's; needed for the fast path, see [`FastPath`].
+        num_tree_nodes (`int` or `"auto"`, *optional*): Of the call, see [`CallOptions`].
+    Attributes:
+        fast_path ([`FastPath`], *optional*): Compiled forwards, from `read_prompt` on, if `is_fast`.
     Raises:
         ValueError: If the target's cache cannot be wound back.
     """
@@ -51,6 +54,7 @@ class Verifier:
         num_prompt: int,
         max_length: int,
         block_size: int | None = None,
+        num_tree_nodes: int | str | None = None,
     ):
         self.target = target
         self._config = generation_config
@@ -72,11 +76,26 @@ class Verifier:
         self._last_positions: torch.Tensor | None = None
         self.taps = TargetTaps(target, layer_ids)
         self._num_read = 0
-        self._fast_path: FastPath | None = None
+        self.fast_path: FastPath | None = None
+        self._num_rows = num_rows
+        self._chain_widths: list[int] = []
+        self._tree_widths: list[int] = []
         if block_size is not None and is_fast(target, self.cache, generation_config, model_kwargs):
-            self._start_fast_path(
-                [1, 1 + (fixed_proposals(generation_config, block_size) or block_size - 1)], num_rows
-            )
+            self._chain_widths = [1, 1 + (fixed_proposals(generation_config, block_size) or block_size - 1)]
+            self._tree_widths = tree_widths(block_size, num_tree_nodes)
+            self._make_room()
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether forwards are to be compiled."""
+        return bool(self._chain_widths)
+
+    @property
+    def sizes(self) -> list[int] | None:
+        """Numbers of proposals for which forwards are to be compiled, ascending; None if none are."""
+        if not self.is_fast:
+            return None
+        return [width - 1 for width in self._tree_widths or self._chain_widths if width > 1]
 
     def read_prompt(self, prompts: torch.LongTensor, num_features: int | None = None) -> Any:
         """The target's outputs for the prompts, or for what a given cache does not hold of them.
@@ -98,6 +117,12 @@ class Verifier:
             self._last_positions = positions[..., -1:].expand(*positions.shape[:-2], prompts.shape[0], 1)
             # Nodes past the length limit are never kept; they must not ask for positions that a target lacks.
             self._position_limits = self._last_positions + self._num_to_come
+        if self.is_fast:
+            reads_trees = bool(self._tree_widths) and self.takes_trees
+            widths = self._tree_widths if reads_trees else self._chain_widths
+            self.fast_path = FastPath(
+                self.target, self.taps, self.cache, self._config, widths, self._num_rows, reads_trees=reads_trees
+            )
         return outputs
 
     def prompt_features(self) -> tuple[torch.Tensor, list[int], list[int]]:
@@ -126,14 +151,19 @@ class Verifier:
     @property
     def is_warming_up(self) -> bool:
         """Whether the last verify forward took longer than later ones will, because it was compiled."""
-        return self._fast_path is not None and self._fast_path.is_warming_up
+        return self.fast_path is not None and self.fast_path.is_warming_up
 
     def verify(self, tree: TokenTree) -> Any:
         """The target's outputs for every node of the tree; on the fast path its logits only."""
-        fast_path = self._fast_path
-        width = None if fast_path is None else fast_path.width_for(tree.num_nodes)
-        inputs = self._inputs(tree if width is None else _padded_chain(tree, width))
-        self._num_read = width or tree.num_nodes
+        fast_path = self.fast_path
+        width = None
+        if fast_path is not None and (tree.is_chain or fast_path.reads_trees):
+            width = fast_path.width_for(tree.num_nodes)
+        num_nodes = width or tree.num_nodes
+        # Graphs that take masks of trees take nothing else.
+        has_mask = not tree.is_chain or (width is not None and width > 1 and self.reads_trees)
+        inputs = self._inputs(tree.padded(num_nodes), has_mask)
+        self._num_read = num_nodes
         self.taps.discard()
         with self.target._optimize_model_for_decode():
             if fast_path is None:
@@ -142,7 +172,7 @@ class Verifier:
         outputs.logits = outputs.logits[:, : tree.num_nodes]
         return outputs
 
-    def _inputs(self, tree: TokenTree) -> dict[str, Any]:
+    def _inputs(self, tree: TokenTree, has_mask: bool) -> dict[str, Any]:
         rows, nodes = tree.tokens.shape
         kwargs = self._kwargs | {self._cache_name: self.cache.cache, "use_cache": True, "attention_mask": None}
         mask = self.cache.padding_mask
@@ -156,7 +186,7 @@ class Verifier:
                 last = kwargs[name][..., -1:]
                 kwargs[name] = (last if name == "token_type_ids" else torch.zeros_like(last)).expand(rows, nodes)
         inputs = self.target.prepare_inputs_for_generation(tree.tokens, **kwargs)
-        if not tree.is_chain:
+        if has_mask:
             inputs["attention_mask"] = self._tree_mask(tree)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = nodes
@@ -211,17 +241,22 @@ class Verifier:
             and layer_types <= {"full_attention", "sliding_attention"}
             and self._last_positions is not None
             and not getattr(config, "alibi", False)
-            and not self.cache.is_static
+            and (self.cache.is_compilable or not self.cache.is_static)
         )
 
-    def _start_fast_path(self, widths: list[int], num_rows: int) -> None:
+    @property
+    def reads_trees(self) -> bool:
+        """Whether compiled forwards of more than one token get the mask of a tree."""
+        return self.fast_path is not None and self.fast_path.reads_trees
+
+    def _make_room(self) -> None:
+        block, widths = self._chain_widths[-1], self._tree_widths or self._chain_widths
         if self._config.cache_implementation == "static":  # then `generate` has just made the cache
             # Rows of a batch leave gaps.
-            num_slack = max(widths) * (1 if num_rows == 1 else _BLOCKS_OF_SLACK)
+            num_slack = widths[-1] + (0 if self._num_rows == 1 else _SLACK_OF_BATCHES * block)
             roomy = roomy_cache(self.target, self.cache.cache, num_slack)
             self._kwargs[self._cache_name] = self.cache.cache = roomy
-        self.cache.num_reserved = max(widths)
-        self._fast_path = FastPath(self.target, self.taps, self.cache, self._config, widths, num_rows)
+        self.cache.num_reserved = widths[1]
 
     def _tree_mask(self, tree: TokenTree) -> torch.Tensor | dict[str, torch.Tensor]:
         config = text_config(self.target)
@@ -251,9 +286,3 @@ class Verifier:
         is_new_name = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
         self._cache_name = _CACHE_NAMES[0] if is_new_name else _CACHE_NAMES[1]
         self._kwargs |= {self._cache_name: DynamicCache(config=text_config(self.target)), "use_cache": True}
-
-
-def _padded_chain(chain: TokenTree, num_nodes: int) -> TokenTree:
-    """The chain with its last token repeated up to this length."""
-    padding = chain.tokens[:, -1:].expand(-1, num_nodes - chain.num_nodes)
-    return TokenTree.chain(torch.cat([chain.tokens, padding], dim=1))

@@ -95,10 +95,19 @@ class VerifyLength:
         max_proposals (`int`): Proposals of a whole block.
         fixed (`int`, *optional*): Always this number; nothing is measured.
         times ([`RoundTimes`], *optional*): What rounds cost in earlier calls.
+        only_whole (`bool`): Shorter chains cost as much as whole blocks, so there is nothing to shorten.
     """
 
-    def __init__(self, max_proposals: int, fixed: int | None = None, times: RoundTimes | None = None):
+    def __init__(
+        self,
+        max_proposals: int,
+        fixed: int | None = None,
+        times: RoundTimes | None = None,
+        *,
+        only_whole: bool = False,
+    ):
         self.max_proposals = max_proposals
+        self.min_proposals = max_proposals if only_whole else 1
         self.fixed = fixed
         self.times = times or RoundTimes(max_proposals)
         self._accepted = [0.0] * max_proposals
@@ -116,19 +125,21 @@ class VerifyLength:
             return self.max_proposals
         tokens = self._expected_tokens()
         costs = [self.times.relative(length) for length in range(self.max_proposals + 1)]
-        best = max(range(1, self.max_proposals + 1), key=lambda length: tokens[length] / costs[length])
+        best = max(
+            range(self.min_proposals, self.max_proposals + 1), key=lambda length: tokens[length] / costs[length]
+        )
         if self._pauses.skips_draft(self.times, tokens[best], costs[best]):
             return 0
-        if self.times.drafted_sizes == [best] and best > 2:
+        if self.times.drafted_sizes == [best] and best > max(2, self.min_proposals):
             return 3 * best // 4  # one length says nothing about the slope
         return best
 
-    def record(self, num_proposals: int, num_accepted: list[int], seconds: float) -> None:
-        """Takes in a round: its proposals, those of them that each row accepted, and its wall time."""
+    def record(self, num_proposals: int, num_accepted: list[int], seconds: float | None) -> None:
+        """Takes in a round: its proposals, those of them that each row accepted, and its wall time, if it counts."""
         if self.fixed is not None:
             return
         # The first draft reads the whole prompt, too, so its time says nothing.
-        if num_proposals == 0 or self._num_drafted > 0:
+        if seconds is not None and (num_proposals == 0 or self._num_drafted > 0):
             self.times.add(num_proposals, seconds)
         if num_proposals == 0:
             if self._pauses.add_plain(any(self._accepted)):

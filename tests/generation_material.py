@@ -9,6 +9,7 @@ import torch
 from conftest import MASK_TOKEN_ID, make_tiny_target
 from oracle_drafters import OracleDrafter, Pattern, RecordingDrafter, always_right, never_right, right_at, right_for
 from transformers import (
+    CompileConfig,
     DynamicCache,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -66,6 +67,17 @@ DRAFTERS = {
     "block of 2": {"block_size": 2},
     "block of 16": {"block_size": 16},
 }
+
+
+def compile_config(backend="eager", **options):
+    config = CompileConfig(backend=backend, **({} if backend == "inductor" else {"mode": None}), **options)
+    config._compile_all_devices = True
+    return config
+
+
+def fast(backend="eager", **options):
+    """Keyword arguments that ask for a compiled forward, as plain `generate` takes them."""
+    return {"cache_implementation": "static", "compile_config": compile_config(backend, **options)}
 
 
 def make_target(kind, **overrides):

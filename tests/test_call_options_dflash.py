@@ -7,6 +7,7 @@ import torch
 from generation_material import (
     BLOCK,
     PROMPT,
+    fast,
     generate,
     generate_batch,
     make_batch_oracle,
@@ -19,6 +20,7 @@ from generation_material import (
 from oracle_drafters import always_right
 from transformers import GenerationConfig
 
+from dflash_hf import context_dflash, static_draft_dflash
 from dflash_hf.call_options_dflash import CallOptions
 
 
@@ -127,21 +129,22 @@ def test_arguments_win_over_the_generation_config():
     assert CallOptions.of_call(GenerationConfig()) == CallOptions()
 
 
-def test_draft_window_reaches_the_drafter(llama, monkeypatch):
-    from dflash_hf import context_dflash, decoding_dflash
-
+@pytest.mark.parametrize("options", [{}, fast()], ids=["eager", "fast path"])
+def test_draft_window_reaches_the_drafter(llama, monkeypatch, options):
     windows = []
+    original = context_dflash.context_windows
 
-    class Recorder(context_dflash.BlockDrafter):
-        def __init__(self, *args, draft_window=None, **kwargs):
-            windows.append(draft_window)
-            super().__init__(*args, draft_window=draft_window, **kwargs)
+    def recorded(drafter, draft_window):
+        windows.append(draft_window)
+        return original(drafter, draft_window)
 
-    monkeypatch.setattr(decoding_dflash, "BlockDrafter", Recorder)
+    for module in (context_dflash, static_draft_dflash):
+        monkeypatch.setattr(module, "context_windows", recorded)
     drafter = make_oracle(llama)
-    for call in ({"assistant_model": drafter}, {"custom_generate": drafter.decode}):
-        assert generate(llama, draft_window=9, **call).tolist() == generate(llama).tolist()
-    generate(llama, assistant_model=drafter)
+    with torch.compiler.set_stance("force_eager"):
+        for call in ({"assistant_model": drafter}, {"custom_generate": drafter.decode}):
+            assert generate(llama, draft_window=9, **call, **options).tolist() == generate(llama).tolist()
+        generate(llama, assistant_model=drafter, **options)
     assert windows == [9, 9, None]
     with pytest.raises(ValueError, match="`draft_window` is 0"):
         generate(llama, assistant_model=drafter, draft_window=0)

@@ -138,9 +138,9 @@ class HeldFeatures:
         original = BlockDrafter.logits
 
         def logits(drafter, *args):
-            self.look(drafter._pending)
+            self.look(drafter._pending.pieces)
             result = original(drafter, *args)
-            assert drafter._pending == []
+            assert drafter._pending.pieces == []
             return result
 
         monkeypatch.setattr(BlockDrafter, "logits", logits)

@@ -239,7 +239,7 @@ def test_prompt_features_out_of_sight_never_enter_the_drafter(target):
     drafter = make_drafter(target)
     text = Text(drafter, target, 11, num_unseen=[0])
     text.add([150])
-    ((held, num_held),) = text.block_drafter._pending
+    ((held, num_held),) = text.block_drafter._pending.pieces
     assert num_held == [11] and held.untyped_storage().nbytes() == 11 * WIDTH * 4
     text.check()
     assert drafter.calls[0].num_features == 11
@@ -263,7 +263,7 @@ def test_features_that_wait_for_a_draft_do_not_pile_up(num_unseen, target):
     text = Text(make_drafter(target, DFlashDraftModel), target, 6, num_unseen)
     for num_new in [[2, 4, 1], [3, 1, 2]] * 15:
         text.add(num_new[: len(num_unseen)])
-        assert sum(features.shape[1] for features, _ in text.block_drafter._pending) <= 12
+        assert sum(features.shape[1] for features, _ in text.block_drafter._pending.pieces) <= 12
     text.check()
     text.add([2, 1, 3][: len(num_unseen)])
     text.check()

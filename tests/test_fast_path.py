@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from generation_material import (
+    BATCH,
     BATCH_PATTERNS,
     BLOCK,
     MIXED,
@@ -16,6 +17,8 @@ from generation_material import (
     PROMPT,
     cache_argument,
     cache_of,
+    compile_config,
+    fast,
     generate,
     generate_batch,
     make_batch_oracle,
@@ -26,26 +29,16 @@ from generation_material import (
 )
 from oracle_drafters import RecordingDrafter, always_right, expected_lengths, never_right, right_for
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, GenerationConfig, StaticCache
+from transformers import GenerationConfig, StaticCache
 
-from dflash_hf import fast_path_dflash
-from dflash_hf.fast_path_dflash import known_forwards, roomy_cache
+from dflash_hf import DFlashDraftModel, compilation_dflash, fast_path_dflash
+from dflash_hf.compilation_dflash import known_forwards
+from dflash_hf.fast_path_dflash import roomy_cache
 from dflash_hf.target_cache_dflash import TargetCache
 from dflash_hf.tree_dflash import TokenTree
 from dflash_hf.verification_dflash import Verifier
 
 SHALLOW = {"num_hidden_layers": 3}  # tracing takes its time
-
-
-def compile_config(backend="eager", **options):
-    config = CompileConfig(backend=backend, **({} if backend == "inductor" else {"mode": None}), **options)
-    config._compile_all_devices = True
-    return config
-
-
-def fast(backend="eager", **options):
-    """Keyword arguments that ask for a compiled forward, as plain `generate` takes them."""
-    return {"cache_implementation": "static", "compile_config": compile_config(backend, **options)}
 
 
 @pytest.fixture
@@ -158,17 +151,94 @@ def test_scores_are_those_of_the_eager_path(llama, runs_eagerly):
     assert int(cache_of(output).get_seq_length()) == output.sequences.shape[1] - 1
 
 
+# Trees
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("num_tree_nodes", [1, 7, 31, "auto"])
+def test_trees_give_the_plain_text_and_accept_what_the_eager_path_accepts(
+    runs_eagerly, num_tree_nodes, implementation
+):
+    for call, prompts in ((generate, PROMPT % 8), (generate_batch, BATCH % 8)):
+        lengths = []
+        for options in ({}, fast()):
+            target, drafter = make_small_vocabulary_pair()  # chances of nodes are learned from call to call
+            target.set_attn_implementation(implementation)
+            arguments = {"input_ids": prompts, "max_new_tokens": 60}
+            output = call(target, **arguments, assistant_model=drafter, num_tree_nodes=num_tree_nodes, **options)
+            assert output.tolist() == call(target, **arguments).tolist()
+            lengths.append(drafter.all_accepted_lengths)
+        assert known_forwards(target).is_in_use and known_forwards(drafter).is_in_use
+        if num_tree_nodes != "auto":  # which follows the clock
+            assert lengths[0] == lengths[1] and max(map(max, lengths[0])) > 1
+
+
+def test_tokens_drawn_along_trees_are_those_of_plain_decoding(llama, runs_eagerly):
+    sampling = {"do_sample": True, "temperature": 0.8}
+    drafter = make_drafter(llama, num_hidden_layers=1)
+    texts = []
+    for drafted in ({}, {"assistant_model": drafter, "num_tree_nodes": 15, **fast()}):
+        torch.manual_seed(5)
+        texts.append(generate_batch(llama, **sampling, **drafted).tolist())
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("num_spare", [0, 3, 40])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_trees_fill_a_given_cache_to_its_last_place(runs_eagerly, num_spare, compiles):
+    target, drafter = make_small_vocabulary_pair()
+    cache = StaticCache(config=target.config, max_cache_len=PROMPT.shape[1] + NEW - 1 + num_spare)
+    given = {cache_argument(target): cache} | ({"compile_config": compile_config()} if compiles else {})
+    output = generate(target, PROMPT % 8, assistant_model=drafter, num_tree_nodes=20, **given)
+    assert output.tolist() == generate(target, PROMPT % 8).tolist()
+    assert int(cache.get_seq_length()) == PROMPT.shape[1] + NEW - 1
+    assert max(drafter.accepted_lengths) > 1 and known_forwards(target).is_in_use == compiles
+
+
+def test_target_without_tree_masks_verifies_chains(runs_eagerly, llama, monkeypatch):
+    monkeypatch.setattr(Verifier, "takes_trees", False)
+    drafter = make_oracle(llama, MIXED)
+    output = generate(llama, assistant_model=drafter, num_tree_nodes=20, **fast())
+    assert output.tolist() == generate(llama).tolist() and known_forwards(llama).is_in_use
+    assert drafter.accepted_lengths == expected_lengths(MIXED, NEW, BLOCK)
+
+
+def test_sizes_of_trees_are_rounded_up_to_a_menu_of_graphs(llama, compiled_widths):
+    drafter = make_drafter(llama, DFlashDraftModel)
+    sizes = []
+    verify = Verifier.verify
+
+    def recorded(self, tree):
+        sizes.append(tree.num_nodes)
+        return verify(self, tree)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Verifier, "verify", recorded)
+        for _ in range(3):
+            generate(llama, assistant_model=drafter, num_tree_nodes="auto", max_new_tokens=100, **fast())
+    assert set(sizes) <= {1, 8, 16, 32, 64, 128} and len(set(compiled_widths)) == len(compiled_widths)
+    assert set(compiled_widths) <= set(sizes)
+
+
+def test_menu_of_widths_follows_the_block_and_the_tree():
+    assert fast_path_dflash.tree_widths(16, "auto") == [1, 16, 32, 64, 128]
+    assert fast_path_dflash.tree_widths(10, "auto") == [1, 10, 20, 40, 80]
+    assert fast_path_dflash.tree_widths(8, 15) == [1, 16]
+    assert fast_path_dflash.tree_widths(8, None) == fast_path_dflash.tree_widths(8, 0) == []
+
+
 @pytest.fixture
 def compiled_widths(monkeypatch, runs_eagerly):
     """Widths of the graphs that are made, in order."""
     widths = []
-    original = fast_path_dflash._with_own_code
+    original = compilation_dflash._with_own_code
 
     def recorded(function, width):
-        widths.append(width)
+        if function is fast_path_dflash._tapped_forward:
+            widths.append(width)
         return original(function, width)
 
-    monkeypatch.setattr(fast_path_dflash, "_with_own_code", recorded)
+    monkeypatch.setattr(compilation_dflash, "_with_own_code", recorded)
     return widths
 
 
@@ -252,10 +322,10 @@ def test_compile_options_are_those_of_the_call_with_static_shapes(llama):
     for dynamic, expected in ((None, False), (False, False), (True, True)):
         config = copy.deepcopy(llama.generation_config)
         config.compile_config = compile_config("aot_eager", dynamic=dynamic, fullgraph=True)
-        options = fast_path_dflash.compile_options(llama, config)
+        options = compilation_dflash.compile_options(llama, config)
         assert options["dynamic"] is expected and options["backend"] == "aot_eager" and options["fullgraph"]
     config.compile_config = None
-    assert fast_path_dflash.compile_options(llama, config)["mode"] == "reduce-overhead"
+    assert compilation_dflash.compile_options(llama, config)["mode"] == "reduce-overhead"
 
 
 def test_static_caches_have_few_lengths_and_room_for_a_block(llama):
@@ -271,7 +341,7 @@ def test_each_graph_has_a_code_object_of_its_own():
     def add(left, right):
         return left + right
 
-    first, second = (fast_path_dflash._with_own_code(add, 4) for _ in range(2))
+    first, second = (compilation_dflash._with_own_code(add, 4) for _ in range(2))
     assert first.__code__ is not second.__code__ and first.__code__ is not add.__code__
     assert first(1, 2) == second(1, 2) == 3
 
@@ -281,24 +351,39 @@ def test_each_graph_has_a_code_object_of_its_own():
 
 def test_compiled_forward_gives_the_plain_text_and_is_compiled_once():
     target = make_target("llama", **SHALLOW)
+    drafter = make_drafter(target, DFlashDraftModel, num_target_features=1)
     texts, graphs = [], []
     for prompt in (PROMPT, PROMPT.flip(1), PROMPT[:, :4]):
-        drafter = make_drafter(target, num_target_features=1)
         before = count_graphs()
         options = fast(fullgraph=True) | {"num_assistant_tokens": BLOCK - 1}
         texts.append(generate(target, prompt, assistant_model=drafter, **options).tolist())
         graphs.append(count_graphs() - before)
         assert texts[-1] == generate(target, prompt).tolist()
-    assert graphs == [1, 0, 0] and known_forwards(target).is_in_use
+    assert graphs == [2, 0, 0] and known_forwards(target).is_in_use and known_forwards(drafter).is_in_use
+
+
+def test_trees_of_all_shapes_share_one_graph_without_breaks():
+    target = make_target("llama", vocab_size=8, pad_token_id=None, **SHALLOW)
+    drafter = make_drafter(target, DFlashDraftModel, num_target_features=1, mask_token_id=7)
+    before = count_graphs()
+    options = fast(fullgraph=True) | {"num_tree_nodes": 9}
+    for prompt in (PROMPT % 8, PROMPT.flip(1) % 8):
+        output = generate(target, prompt, assistant_model=drafter, **options)
+        assert output.tolist() == generate(target, prompt).tolist()
+    assert count_graphs() - before == 2 and known_forwards(target).is_in_use and known_forwards(drafter).is_in_use
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"num_assistant_tokens": BLOCK - 1}, {"num_tree_nodes": 12}], ids=["chain", "tree"]
+)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_backends_give_the_plain_text(backend):
+def test_backends_give_the_plain_text(backend, options):
     target = make_target("llama", **SHALLOW)
-    drafter = make_drafter(target, num_target_features=1)
-    output = generate(target, assistant_model=drafter, num_assistant_tokens=BLOCK - 1, **fast(backend))
-    assert output.tolist() == generate(target).tolist() and known_forwards(target).is_in_use
+    drafter = make_drafter(target, DFlashDraftModel, num_target_features=1)
+    output = generate(target, assistant_model=drafter, **options, **fast(backend))
+    assert output.tolist() == generate(target).tolist()
+    assert known_forwards(target).is_in_use and known_forwards(drafter).is_in_use
 
 
 # What goes wrong
@@ -308,31 +393,37 @@ def no_backend(graph, inputs):
     raise NotImplementedError("no compiler")
 
 
-def test_failed_compilation_falls_back_with_one_warning(caplog):
+def test_failed_compilation_falls_back_with_one_warning_for_each_model(caplog):
     target = make_target("llama", **SHALLOW)
+    drafter = make_drafter(target, DFlashDraftModel, num_target_features=1)
     expected = generate(target)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            drafter = make_drafter(target, num_target_features=1)
             options = fast(no_backend) | {"num_assistant_tokens": BLOCK - 1}
             assert generate(target, assistant_model=drafter, **options).tolist() == expected.tolist()
     warnings = [record for record in caplog.records if "cannot be compiled" in record.getMessage()]
-    assert len(warnings) == 1 and "no compiler" in warnings[0].getMessage()
-    assert not known_forwards(target).is_in_use
+    assert [record.getMessage().split()[0] for record in warnings] == ["DFlashDraftModel", "LlamaForCausalLM"]
+    assert all("no compiler" in record.getMessage() for record in warnings)
+    assert not known_forwards(target).is_in_use and not known_forwards(drafter).is_in_use
 
 
-def test_forward_that_fails_halfway_leaves_nothing_in_the_cache(llama, monkeypatch):
-    def fails_at_its_end(target, layer_ids, inputs):
-        fast_path_dflash._tapped_forward(target, layer_ids, inputs)
-        raise RuntimeError("out of graphs")
+@pytest.mark.parametrize("call", [generate, generate_batch])
+@pytest.mark.parametrize("options", [{}, {"num_tree_nodes": 12}], ids=["chain", "tree"])
+def test_forwards_that_fail_halfway_leave_nothing_in_the_caches(llama, runs_eagerly, monkeypatch, call, options):
+    def fails_at_its_end(function, width):
+        def failing(*arguments):
+            function(*arguments)
+            raise RuntimeError("out of graphs")
 
-    monkeypatch.setattr(fast_path_dflash, "_with_own_code", lambda function, width: fails_at_its_end)
-    with torch.compiler.set_stance("force_eager"):
-        for batch in (False, True):
-            drafter = make_batch_oracle(llama) if batch else make_oracle(llama, MIXED)
-            call = generate_batch if batch else generate
-            assert call(llama, assistant_model=drafter, **fast()).tolist() == call(llama).tolist()
-            known_forwards(llama).failed.clear()
+        return failing
+
+    drafter = make_drafter(llama, DFlashDraftModel)
+    options = options or {"num_assistant_tokens": BLOCK - 1}
+    expected = call(llama, assistant_model=drafter, **options)
+    monkeypatch.setattr(compilation_dflash, "_with_own_code", fails_at_its_end)
+    output = call(llama, assistant_model=drafter, **options, **fast(), return_dict_in_generate=True)
+    assert output.sequences.tolist() == expected.tolist() == call(llama).tolist()
+    assert known_forwards(llama).failed and known_forwards(drafter).failed
 
 
 def test_target_whose_hidden_states_are_no_layer_outputs_stays_eager(llama, caplog, runs_eagerly, monkeypatch):

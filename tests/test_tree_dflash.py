@@ -262,14 +262,14 @@ def test_tree_that_holds_the_right_path_commits_its_whole_depth(kind):
 def test_target_that_takes_no_mask_verifies_the_longest_path_and_says_so_once(monkeypatch):
     messages = []
     monkeypatch.setattr(decoding_dflash.logger, "warning_once", messages.append)
-    target = make_target("llama")
+    target = make_target("gemma3", sliding_window=PROMPT.shape[1] + NEW)
     drafter = make_oracle(target)
     trees = RandomTrees(drafter, 12, 0.7)
     options = {"custom_generate": drafter.decode, "tree_builder": trees, "cache_implementation": "static"}
     output = generate(target, **options)
     assert output.tolist() == generate(target).tolist()
     assert set(messages) == {
-        "LlamaForCausalLM with this cache and attention cannot take the mask of a tree: each tree is cut to its "
+        "Gemma3ForCausalLM with this cache and attention cannot take the mask of a tree: each tree is cut to its "
         "longest path."
     }
     cut = [{0: tree.longest_chain()} for round_trees in trees.rounds for tree in round_trees.values()]

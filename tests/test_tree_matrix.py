@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from generation_material import fast
 from oracle_drafters import always_right, right_for
-from target_cells import CUT_TREES, NEW, SAMPLING, SOMETIMES, assert_same_ids, make_case
+from target_cells import CUT_TREES, NEW, REFUSALS, SAMPLING, SOMETIMES, assert_same_ids, make_case
 from target_families import FAMILIES
 
 SIZES = (1, 7, 31, 127, "auto")
@@ -54,6 +55,22 @@ def test_every_size_gives_every_row_of_a_batch_its_greedy_text(name):
         output = case.drafted(inputs, drafter, num_warnings=None, num_tree_nodes=size)
         assert_same_ids(output, text[:, : inputs["input_ids"].shape[1] + NEW])
     assert max(map(max, drafter.all_accepted_lengths)) > 3
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("name", [name for name in BUDGETED if (name, "static cache") not in REFUSALS])
+def test_static_caches_take_trees_with_and_without_compiled_forwards(name, num_rows):
+    skip_without_package(name)
+    case = make_case(name)
+    inputs = case.family.inputs(num_rows)
+    text = case.text(inputs)
+    drafter = oracle_of(case, inputs, text, BATCH_PATTERNS[:num_rows], decoy=50)
+    with torch.compiler.set_stance("force_eager"):
+        for options in ({"cache_implementation": "static"}, fast()):
+            output = case.drafted(inputs, drafter, num_warnings=None, num_tree_nodes=15, **options)
+            assert_same_ids(output, text[:, : inputs["input_ids"].shape[1] + NEW])
+            if not case.family.may_be_slow:
+                assert max(map(max, drafter.all_accepted_lengths)) > 1  # on side paths
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
