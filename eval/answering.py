@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from dflash_hf.eval.decode import encode_chat
 from dflash_hf.eval.figures import AnswerRecord
-from dflash_hf.eval.methods import Decoder
+from dflash_hf.eval.methods import COMPILED, Decoder
 from dflash_hf.eval.rounding import explain_difference
 from dflash_hf.eval.tasks import EvalPrompt
 from dflash_hf.trainer.answer_file import finished_ids
@@ -59,7 +59,7 @@ class Answering:
         left_out = {}
         for method, decode in list(self.decoders.items()):
             length = min(WARM_UP_TOKENS, self.max_new_tokens)
-            if method == "compiled":  # to the length of all that the last turn may follow
+            if method in COMPILED:  # to the length of all that the last turn may follow
                 length = self.num_tokens(longest) - inputs["input_ids"].shape[1]
             try:
                 decode(inputs, length, temperature)

@@ -27,10 +27,13 @@ METHODS = {
     "whole_block": "our loop, verifying the whole block in every round",
     "dflash": "our loop as it comes: it chooses how many proposals to verify",
     "tree": "our loop with best-first trees, as many nodes as pay in each round",
+    "fast": "our loop with a static cache, drafts and verification compiled; the cache as for `compiled`",
     "forced": "our loop with `simulate_accept_len` tokens accepted in every round: speed without quality",
 }
-_NEED_DRAFTER = {"native", "authors", "whole_block", "dflash", "tree", "forced"}
-_OUR_LOOP = {"whole_block", "dflash", "tree"}
+_NEED_DRAFTER = {"native", "authors", "whole_block", "dflash", "tree", "fast", "forced"}
+_OUR_LOOP = {"whole_block", "dflash", "tree", "fast"}
+# Their static cache is as long as the longest call so far.
+COMPILED = {"compiled", "fast"}
 _LOOKUP_TOKENS = 7
 
 # (inputs, max_new_tokens, temperature) -> Answer
@@ -58,10 +61,11 @@ def method_options(method: str, drafter: PreTrainedModel | None, assistant: PreT
         raise ValueError(f"Unknown method {method!r}; choose from {list(METHODS)}.")
     if method in _NEED_DRAFTER and drafter is None:
         raise ValueError(f"The method {method!r} needs a drafter.")
-    if method == "compiled":
+    if method in COMPILED:
         compile_config = CompileConfig(fullgraph=False)
         compile_config._compile_all_devices = True  # else ignored on CPUs
-        return {"cache_implementation": "static", "compile_config": compile_config}
+        compiled = {"cache_implementation": "static", "compile_config": compile_config}
+        return compiled | ({"assistant_model": drafter} if method in _NEED_DRAFTER else {})
     if method == "whole_block":
         assert drafter is not None
         return {"assistant_model": drafter, "num_assistant_tokens": drafter.config.block_size - 1}
@@ -131,7 +135,7 @@ def decoder(
             drafter=proposer,
             streamer=streamer,
             streamer_name=name,
-            with_clock=method != "compiled",
+            with_clock=method not in COMPILED,
             **options,
         )
 

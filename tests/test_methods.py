@@ -4,9 +4,10 @@ import pytest
 import torch
 from conftest import make_tiny_target
 
-from dflash_hf.eval.methods import METHODS, MethodUnavailable, decoder, method_options, sampling_options
+from dflash_hf.compilation_dflash import known_forwards
+from dflash_hf.eval.methods import COMPILED, METHODS, MethodUnavailable, decoder, method_options, sampling_options
 
-IN_PROCESS = [method for method in METHODS if method not in ("compiled", "authors", "forced", "assistant")]
+IN_PROCESS = [method for method in METHODS if method not in COMPILED | {"authors", "forced", "assistant"}]
 
 
 @pytest.fixture
@@ -46,9 +47,19 @@ def test_the_authors_loop_gives_the_plain_tokens(tiny_target, tiny_drafter, inpu
     assert answer.draft_seconds > 0 and answer.prefill_seconds > 0
 
 
-def test_the_compiled_method_asks_for_a_static_cache_and_compiles_on_every_device():
-    options = method_options("compiled", None)
+@pytest.mark.parametrize("method", sorted(COMPILED))
+def test_compiled_methods_ask_for_a_static_cache_and_compile_on_every_device(method, tiny_drafter):
+    options = method_options(method, tiny_drafter)
     assert options["cache_implementation"] == "static" and options["compile_config"]._compile_all_devices
+    assert ("assistant_model" in options) == (method == "fast")
+
+
+def test_our_fast_path_gives_the_plain_tokens(tiny_target, tiny_drafter, inputs):
+    plain = decoder("plain", tiny_target)(inputs, 24, 0.0)
+    with torch.compiler.set_stance("force_eager"):
+        answer = decoder("fast", tiny_target, tiny_drafter)(inputs, 24, 0.0)
+    assert answer.token_ids == plain.token_ids and known_forwards(tiny_target).is_in_use
+    assert 1 + sum(answer.accepted_lengths) == len(answer.token_ids)
 
 
 @pytest.mark.slow
