@@ -5,9 +5,9 @@
 A tiny random drafter reads random context features, so that nothing but the context's length differs. Each cycle adds
 the features of a few accepted tokens and drafts one block, for all contexts in an order that is shuffled anew, because
 a long context leaves a cold processor cache to whoever comes next. Times are the thread's own processor time, medians
-over the cycles. `first` is the draft that reads the prompt's features; `held` is the memory of the drafter's keys and
-values. What the project promises: with a window of 1024, a draft at a context of 8192 costs at most 1.1 times what it
-costs at 1024.
+over the cycles. `static` is the code of the fast path, not compiled. `first` is the draft that reads the prompt's
+features; `held` is the memory of the drafter's keys and values. What the project promises: with a window of 1024, a
+draft at a context of 8192 costs at most 1.1 times what it costs at 1024.
 """
 
 import random
@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dflash_hf import DFlashDraftModel, create_drafter_config
 from dflash_hf.context_dflash import BlockDrafter
+from dflash_hf.static_draft_dflash import StaticBlockDrafter
 from dflash_hf.trainer.command_line import parse_options
 
 
@@ -40,11 +41,11 @@ class DraftWindowOptions:
 
 @dataclass
 class Line:
-    """One line of the table: a context, with or without the window."""
+    """One line of the table: a context, with or without the window, in growing or static buffers."""
 
     context: int
     draft_window: int | None
-    block_drafter: BlockDrafter
+    block_drafter: BlockDrafter | StaticBlockDrafter
     first_seconds: float = 0.0
     cycle_seconds: list[float] = field(default_factory=list)
 
@@ -57,6 +58,11 @@ class Line:
         self.block_drafter.add_features(features, [num_tokens])
         self.block_drafter.logits(anchor, config.block_size - 1)
         return time.thread_time() - start
+
+    @property
+    def kind(self) -> str:
+        window = "none" if self.draft_window is None else str(self.draft_window)
+        return window + ", static" * isinstance(self.block_drafter, StaticBlockDrafter)
 
     @property
     def cycle_ms(self) -> float:
@@ -83,13 +89,17 @@ def make_pair(options: DraftWindowOptions) -> tuple[LlamaForCausalLM, DFlashDraf
 
 
 def measure(options: DraftWindowOptions) -> list[Line]:
-    """Times of every context with and without the window."""
+    """Times of every context with and without the window, and with it in the static buffers of the fast path."""
     target, drafter = make_pair(options)
-    lines = [
-        Line(context, window, BlockDrafter(drafter, target, [0], window))
-        for context in options.contexts
-        for window in (None, options.draft_window)
-    ]
+    lines = []
+    for context in options.contexts:
+        for window in (None, options.draft_window):
+            lines.append(Line(context, window, BlockDrafter(drafter, target, [0], window)))
+        num_columns = context + options.accepted_length * options.cycles
+        static = StaticBlockDrafter(
+            drafter, target, [0], options.draft_window, max_context=num_columns, options={"backend": "eager"}
+        )
+        lines.append(Line(context, options.draft_window, static))
     Line(64, None, BlockDrafter(drafter, target, [0])).draft(64)  # warm-up
     for line in lines:
         line.first_seconds = line.draft(line.context)
@@ -104,19 +114,19 @@ def measure(options: DraftWindowOptions) -> list[Line]:
 def main() -> None:
     (options,) = parse_options(DraftWindowOptions, description=__doc__)
     torch.set_num_threads(1)
-    lines = measure(options)
-    print(f"{'context':>8} {'window':>8} {'first ms':>9} {'ms/draft':>9} {'held MiB':>9}")
+    with torch.compiler.set_stance("force_eager"):
+        lines = measure(options)
+    print(f"{'context':>8} {'window':>12} {'first ms':>9} {'ms/draft':>9} {'held MiB':>9}")
     for line in lines:
-        window = "none" if line.draft_window is None else line.draft_window
         print(
-            f"{line.context:>8} {window:>8} {1000 * line.first_seconds:>9.1f} {line.cycle_ms:>9.2f} "
+            f"{line.context:>8} {line.kind:>12} {1000 * line.first_seconds:>9.1f} {line.cycle_ms:>9.2f} "
             f"{line.block_drafter.num_held_bytes / 2**20:>9.2f}"
         )
-    for window in (None, options.draft_window):
-        costs = {line.context: line.cycle_ms for line in lines if line.draft_window == window}
+    for kind in dict.fromkeys(line.kind for line in lines):
+        costs = {line.context: line.cycle_ms for line in lines if line.kind == kind}
         shortest = min(costs)
         ratios = ", ".join(f"{context}: {cost / costs[shortest]:.2f}" for context, cost in costs.items())
-        print(f"cost / cost at {shortest}, {'without' if window is None else 'with'} the window: {ratios}")
+        print(f"cost / cost at {shortest}, window {kind}: {ratios}")
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ class Acceptance:
             no_text = self._text.ids.new_zeros(num_rows * nodes, 1)
             scores = self._processors(no_text, logits.flatten(0, 1).clone()).view(num_rows, nodes, vocab_size)
         if draft_scores is not None:
-            return scores, choose_after_drafts(scores, draft_scores, tree.tokens[:, 1:]).tolist()
+            return scores, tree.to_host(choose_after_drafts(scores, draft_scores, tree.tokens[:, 1:]))
         noise = None
         if self.noise is not None:
             noise = torch.ones_like(scores)
@@ -102,7 +102,7 @@ class Acceptance:
                     continue
                 for node, depth in enumerate(tree.depth_lists[i]):
                     noise[i, node] = self._step_noise(row, depth)
-        return scores, choose_tokens(scores, noise).tolist()
+        return scores, tree.to_host(choose_tokens(scores, noise))
 
     def _choose_one(
         self, row: int, scores: torch.Tensor, proposal: torch.LongTensor, draft_scores: torch.Tensor | None

@@ -36,7 +36,6 @@ class FastPath:
         generation_config ([`GenerationConfig`]): The call's settings, `compile_config` among them.
         widths (`Sequence[int]`): Tokens a row that forwards may read.
         num_rows (`int`): Rows of the batch; with a static cache they stay to the end.
-        reads_trees (`bool`): Whether forwards of more than one token get the mask of a tree.
     Attributes:
         is_warming_up (`bool`): Whether the last forward took longer than later ones will.
     """
@@ -49,8 +48,6 @@ class FastPath:
         generation_config: GenerationConfig,
         widths: Sequence[int],
         num_rows: int,
-        *,
-        reads_trees: bool = False,
     ):
         self._target, self._taps, self._cache = target, taps, cache
         self._layer_ids = tuple(taps.layer_ids)
@@ -58,12 +55,11 @@ class FastPath:
             target,
             _tapped_forward,
             compile_options(target, generation_config),
-            key=f"layers {self._layer_ids}, trees {reads_trees}",
+            key=f"layers {self._layer_ids}",
             shape=(num_rows, cache.max_columns or 0),
         )
         self._returns_taps = known_forwards(target).returns_taps
         self.widths = sorted(set(widths))
-        self.reads_trees = reads_trees
         self._num_narrow = 0
         self._is_stand_in = False
         self.is_warming_up = False

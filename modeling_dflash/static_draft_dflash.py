@@ -175,7 +175,7 @@ class StaticBlockDrafter:
         max_context: int,
         options: dict[str, Any],
     ):
-        self._drafter, self._target = drafter, target
+        self.drafter, self._target = drafter, target
         windows = context_windows(drafter, draft_window)
         self.max_context = widest_window(windows)
         self._pending = PendingFeatures(num_unseen, self.max_context)
@@ -202,7 +202,7 @@ class StaticBlockDrafter:
 
     def logits(self, anchors: torch.LongTensor, num_slots: int) -> torch.Tensor:
         """As [`BlockDrafter.logits`]."""
-        drafter = self._drafter
+        drafter = self.drafter
         features, num_new = self._pending.merge()
         counts = torch.tensor([self._pending.num_unseen, self._lengths, num_new], device=drafter.device)
         num_missing = self._width - features.shape[1]

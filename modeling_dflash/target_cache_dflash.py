@@ -61,6 +61,8 @@ class TargetCache:
         self.num_reserved: int | None = None
         # Columns of text in a static cache, whose own count lies on its device.
         self._num_static: int | None = None
+        # Tokens of each row, without gaps and padding; None until they are needed.
+        self._row_lengths: list[int] | None = None
         self.has_forgotten_rows = self._has_gaps = False
         self._snapshot: list[tuple[Any, dict, dict]] = []
 
@@ -99,6 +101,8 @@ class TargetCache:
             num_rows = self._attention_layers()[0].keys.shape[0]
             self.padding_mask = torch.ones(num_rows, columns, dtype=torch.long, device=self._device())
         self.padding_mask[rows] = 0
+        if self._row_lengths is not None:
+            self._row_lengths = [0 if row in rows else held for row, held in enumerate(self._row_lengths)]
         self.has_forgotten_rows = self._has_gaps = True
         self._close_gaps()
 
@@ -151,6 +155,8 @@ class TargetCache:
         if self.padding_mask is not None:
             added = torch.tensor([[1] * len(path) + [0] * (longest - len(path)) for path in paths])
             self.padding_mask = torch.cat([self.padding_mask, added.to(self.padding_mask)], dim=1)
+        if self._row_lengths is not None:
+            self._row_lengths = [held + len(path) for held, path in zip(self._row_lengths, paths, strict=True)]
         if self._num_static is not None:
             self._num_static += longest
         num_rejected = num_nodes - longest
@@ -172,6 +178,8 @@ class TargetCache:
         self.cache.batch_select_indices(index)
         if self.padding_mask is not None:
             self.padding_mask = self.padding_mask[index]
+        if self._row_lengths is not None:
+            self._row_lengths = [self._row_lengths[row] for row in rows]
         if self._has_gaps:
             self._close_gaps()
 
@@ -217,8 +225,9 @@ class TargetCache:
         mask = self.padding_mask
         if mask is None:
             return
-        lengths = mask.sum(dim=1, keepdim=True)
-        columns, longest = mask.shape[1], int(lengths.max())
+        if self._row_lengths is None:
+            self._row_lengths = mask.sum(dim=1).tolist()
+        columns, longest = mask.shape[1], max(self._row_lengths)
         if not self.has_sliding:
             if not (at_once or self._are_gaps_due(columns, longest)):
                 return
@@ -235,7 +244,8 @@ class TargetCache:
             layer.keys = layer.keys[:, :, -longest:]
             layer.values = layer.values[:, :, -longest:]
         steps = torch.arange(longest, device=mask.device)
-        self.padding_mask = None if int(lengths.min()) == longest else (steps >= longest - lengths).long()
+        lengths = torch.tensor(self._row_lengths, device=mask.device)[:, None]
+        self.padding_mask = None if min(self._row_lengths) == longest else (steps >= longest - lengths).long()
         self._has_gaps = False
 
     def _are_gaps_due(self, columns: int, longest: int) -> bool:
@@ -249,8 +259,8 @@ class TargetCache:
         In a static cache they end at the longest row's length, because it is filled from the left.
         """
         mask = self.padding_mask.bool()  # type: ignore[union-attr]
-        columns, longest = mask.shape[1], int(mask.sum(dim=1).max())
         rows = mask.tolist()  # once for all layers
+        columns, longest = mask.shape[1], max(map(sum, rows))
         for layer in self._attention_layers():
             is_static = type(layer).__name__ in _STATIC
             # A full sliding window holds the newest columns only.

@@ -55,6 +55,14 @@ class TokenTree:
         """`tokens` on the host."""
         return self.tokens.tolist()
 
+    def to_host(self, choices: torch.LongTensor) -> list[list[int]]:
+        """Choices of shape (rows, nodes) on the host, by one transfer with `tokens`, which are needed there next."""
+        if "token_lists" in self.__dict__:
+            return choices.tolist()
+        both = torch.stack([choices, self.tokens.to(choices.device)]).tolist()
+        self.__dict__["token_lists"] = both[1]
+        return both[0]
+
     @cached_property
     def is_chain(self) -> bool:
         chain = list(range(-1, self.num_nodes - 1))
@@ -80,6 +88,8 @@ class TokenTree:
     def ancestors(self) -> torch.BoolTensor:
         """Whether a node's path from the anchor, itself included, holds another node; shape (rows, nodes, nodes)."""
         nodes = self.num_nodes
+        if self.is_chain:
+            return torch.ones(len(self.parents), nodes, nodes, dtype=torch.bool, device=self.tokens.device).tril()
         entries = []  # of the flat table, filled at once: an operation for each node would take milliseconds
         for row, parents in enumerate(self.parents):
             paths: list[list[int]] = []

@@ -118,11 +118,8 @@ class Verifier:
             # Nodes past the length limit are never kept; they must not ask for positions that a target lacks.
             self._position_limits = self._last_positions + self._num_to_come
         if self.is_fast:
-            reads_trees = bool(self._tree_widths) and self.takes_trees
-            widths = self._tree_widths if reads_trees else self._chain_widths
-            self.fast_path = FastPath(
-                self.target, self.taps, self.cache, self._config, widths, self._num_rows, reads_trees=reads_trees
-            )
+            widths = self._tree_widths if self._tree_widths and self.takes_trees else self._chain_widths
+            self.fast_path = FastPath(self.target, self.taps, self.cache, self._config, widths, self._num_rows)
         return outputs
 
     def prompt_features(self) -> tuple[torch.Tensor, list[int], list[int]]:
@@ -156,13 +153,9 @@ class Verifier:
     def verify(self, tree: TokenTree) -> Any:
         """The target's outputs for every node of the tree; on the fast path its logits only."""
         fast_path = self.fast_path
-        width = None
-        if fast_path is not None and (tree.is_chain or fast_path.reads_trees):
-            width = fast_path.width_for(tree.num_nodes)
+        width = None if fast_path is None else fast_path.width_for(tree.num_nodes)
         num_nodes = width or tree.num_nodes
-        # Graphs that take masks of trees take nothing else.
-        has_mask = not tree.is_chain or (width is not None and width > 1 and self.reads_trees)
-        inputs = self._inputs(tree.padded(num_nodes), has_mask)
+        inputs = self._inputs(tree.padded(num_nodes))
         self._num_read = num_nodes
         self.taps.discard()
         with self.target._optimize_model_for_decode():
@@ -172,12 +165,16 @@ class Verifier:
         outputs.logits = outputs.logits[:, : tree.num_nodes]
         return outputs
 
-    def _inputs(self, tree: TokenTree, has_mask: bool) -> dict[str, Any]:
+    def _inputs(self, tree: TokenTree) -> dict[str, Any]:
         rows, nodes = tree.tokens.shape
+        # Transformers makes a mask of chains for a static cache, too, but asks the device for its length.
+        own_mask = self._tree_mask(tree) if not tree.is_chain or self.makes_masks else None
         kwargs = self._kwargs | {self._cache_name: self.cache.cache, "use_cache": True, "attention_mask": None}
         mask = self.cache.padding_mask
         if mask is not None:
             kwargs["attention_mask"] = torch.cat([mask, mask.new_ones(rows, nodes)], dim=1)
+        if self.makes_masks:
+            kwargs["attention_mask"] = own_mask
         if self._last_positions is not None:
             positions = self._last_positions + 1 + tree.depths.to(self._last_positions.device)
             kwargs["position_ids"] = torch.minimum(positions, self._position_limits)
@@ -186,8 +183,8 @@ class Verifier:
                 last = kwargs[name][..., -1:]
                 kwargs[name] = (last if name == "token_type_ids" else torch.zeros_like(last)).expand(rows, nodes)
         inputs = self.target.prepare_inputs_for_generation(tree.tokens, **kwargs)
-        if has_mask:
-            inputs["attention_mask"] = self._tree_mask(tree)
+        if own_mask is not None:
+            inputs["attention_mask"] = own_mask
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = nodes
         if self.cache.is_recurrent and nodes > 1:
@@ -245,9 +242,9 @@ class Verifier:
         )
 
     @property
-    def reads_trees(self) -> bool:
-        """Whether compiled forwards of more than one token get the mask of a tree."""
-        return self.fast_path is not None and self.fast_path.reads_trees
+    def makes_masks(self) -> bool:
+        """Whether every verify forward gets a mask that was made here: a static cache of full layers."""
+        return self.cache.is_compilable and self.takes_trees
 
     def _make_room(self) -> None:
         block, widths = self._chain_widths[-1], self._tree_widths or self._chain_widths
