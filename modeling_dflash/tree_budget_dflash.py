@@ -3,18 +3,22 @@
 import functools
 import itertools
 import math
+from collections import deque
 
 from .round_times_dflash import RoundTimes
-from .tree_growth_dflash import MAX_CANDIDATES, MAX_NODES, Chances, GrownPaths, SlotCandidates, grow_paths
+from .tree_growth_dflash import MAX_CANDIDATES, MAX_NODES, Children, GrownPaths, SlotCandidates, grow_paths
 from .verify_length_dflash import DraftPauses
 
 # Later slots share what is learned about them.
 _NUM_DEPTHS = 4
-_FADE = 0.98
+_LIKELIEST, _OTHER, _ASIDE, _REPEAT = _KINDS = range(4)
+_FADE = 0.99
 # What is known before the first outcome of a kind of node; an outcome of even odds adds 0.25.
 _PRIOR_INFORMATION = 2.0
 _LARGEST_LOG_ODDS = 12.0
 _RANKS_LEARNED = 4
+# The deepest of so many trees tells how many slots the next one may use.
+_TREES_REMEMBERED = 4
 # A node that is less likely never pays.
 _MIN_CHANCE = 0.002
 # A round's own best rate counts as this many rounds when there are few others.
@@ -28,27 +32,32 @@ _BENEFIT_OF_DOUBT = 0.4  # tokens, after one round
 class ChanceCalibration:
     """What the draft's probabilities are worth: log odds that are added to them, learned from what was accepted.
 
-    There is one number for each depth (the fourth and later ones share theirs) and kind of node: the likeliest token
-    on the main path, another token next to it, a token below such another one. Every outcome moves it by one Newton
-    step of logistic regression; old outcomes count less.
+    There is one number for each depth (the fourth and later ones share theirs) and kind of node: the draft's likeliest
+    token on the main path, another token next to it, a token below such another one, and a token that repeats its
+    parent's: a draft does not know which token was taken in the slot before. Every outcome moves it by one Newton step
+    of logistic regression; old outcomes count less.
     """
 
     def __init__(self):
-        self._shifts = [[0.0] * 3 for _ in range(_NUM_DEPTHS)]
-        self._information = [[_PRIOR_INFORMATION] * 3 for _ in range(_NUM_DEPTHS)]
+        self._shifts = [[0.0] * len(_KINDS) for _ in range(_NUM_DEPTHS)]
+        self._information = [[_PRIOR_INFORMATION] * len(_KINDS) for _ in range(_NUM_DEPTHS)]
 
-    def corrected(self, slots: list[list[float]]) -> Chances:
-        """Chances of candidates for [`grow_paths`], from their draft probabilities by slot and rank."""
+    def corrected(self, tokens: list[list[int]], slots: list[list[float]]) -> Children:
+        """Candidates for [`grow_paths`].
 
-        @functools.cache  # most slots are never asked for
-        def chances(slot: int, is_below_main: bool) -> list[float]:
-            likeliest, others, aside = self._shifts[min(slot, _NUM_DEPTHS - 1)]
-            if not is_below_main:
-                return [_shifted(chance, aside) for chance in slots[slot]]
-            first = _shifted(slots[slot][0], likeliest)
-            return [first, *(min(first, _shifted(chance, others)) for chance in slots[slot][1:])]
+        Args:
+            tokens (`list[list[int]]`), slots (`list[list[float]]`): Candidates and their draft probabilities.
+        """
 
-        return chances
+        @functools.cache  # few of them are asked for, but often
+        def ordered(slot: int, is_below_main: bool, repeat: int | None) -> list[tuple[float, int]]:
+            shifts = self._shifts[min(slot, _NUM_DEPTHS - 1)]
+            chances = [
+                _shifted(chance, shifts[_kind(rank, is_below_main, repeat)]) for rank, chance in enumerate(slots[slot])
+            ]
+            return sorted(zip(chances, range(len(chances)), strict=True), key=lambda candidate: -candidate[0])
+
+        return lambda slot, is_below_main, parent: ordered(slot, is_below_main, _repeat(tokens, slot, parent))
 
     def learn(self, tokens: list[list[int]], slots: list[list[float]], choices: list[int]) -> None:
         """Takes in the target's choices at the visited nodes of one row, the last one included.
@@ -57,11 +66,15 @@ class ChanceCalibration:
             tokens (`list[list[int]]`), slots (`list[list[float]]`): Candidates and their draft probabilities.
             choices (`list[int]`): One token for each visited depth; there may be one more than there are slots.
         """
-        is_main = True
+        is_main, parent = True, 0
         for slot, (choice, candidates, chances) in enumerate(zip(choices, tokens, slots, strict=False)):
+            repeat = _repeat(tokens, slot, parent)
             for rank, (token, chance) in enumerate(zip(candidates[:_RANKS_LEARNED], chances, strict=False)):
-                self._step(slot, rank, is_main, chance, token == choice)
-            is_main = is_main and choice == candidates[0]
+                self._step(slot, _kind(rank, is_main, repeat), chance, token == choice)
+            if choice not in candidates:
+                break
+            parent = candidates.index(choice)
+            is_main = is_main and parent == 0
 
     def copy(self) -> "ChanceCalibration":
         """An independent copy."""
@@ -70,8 +83,8 @@ class ChanceCalibration:
         twin._information = [list(row) for row in self._information]
         return twin
 
-    def _step(self, slot: int, rank: int, is_below_main: bool, chance: float, was_right: bool) -> None:
-        depth, kind = min(slot, _NUM_DEPTHS - 1), (min(rank, 1) if is_below_main else 2)
+    def _step(self, slot: int, kind: int, chance: float, was_right: bool) -> None:
+        depth = min(slot, _NUM_DEPTHS - 1)
         expected = _shifted(chance, self._shifts[depth][kind])
         information = _PRIOR_INFORMATION + _FADE * (self._information[depth][kind] - _PRIOR_INFORMATION)
         information += expected * (1 - expected)
@@ -115,6 +128,7 @@ class TreeBudget:
         self._rounds = self._tokens = self._expected = self._cost = 0.0
         self._candidates: SlotCandidates | None = None
         self._expected_tokens = 0.0
+        self._depths: deque[int] = deque(maxlen=_TREES_REMEMBERED)
 
     @property
     def max_candidates(self) -> int:
@@ -132,7 +146,8 @@ class TreeBudget:
         num_tokens += _BENEFIT_OF_DOUBT / math.sqrt(self._rounds + _PRIOR_ROUNDS)
         if self._pauses.skips_draft(self.times, num_tokens, self._cost / self._rounds):
             return 0
-        return self.max_depth
+        # Each slot is a row of the head, and trees are seldom deep. If one needs them all, the next has one more.
+        return min(self.max_depth, max(self._depths, default=self.max_depth) + 1)
 
     def grow(
         self, candidates: SlotCandidates, is_over: list[bool], most_nodes: int | None = None
@@ -144,21 +159,28 @@ class TreeBudget:
             most_nodes (`int`, *optional*): There is room for no more.
         """
         num_slots = len(candidates.chances[0])
-        rows = [self.calibration.corrected(slots) for slots in candidates.chances]
+        rows = [
+            self.calibration.corrected(tokens, slots)
+            for tokens, slots in zip(candidates.tokens, candidates.chances, strict=True)
+        ]
         self._candidates = candidates
         largest, floor = self._bounds()
         grown = [
-            grow_paths(chances, num_slots, 1 if over else largest, floor)
-            for chances, over in zip(rows, is_over, strict=True)
+            grow_paths(children, num_slots, 1 if over else largest, floor)
+            for children, over in zip(rows, is_over, strict=True)
         ]
-        most_nodes = most_nodes or largest
+        if self.fixed is None:
+            num_nodes = self._worthwhile([paths for paths, over in zip(grown, is_over, strict=True) if not over])
+        else:
+            num_nodes = max(paths.num_nodes for paths in grown) - 1
+        if most_nodes is not None:
+            num_nodes = min(most_nodes, num_nodes)
         if self.fixed is not None:
-            return grown, min(most_nodes, max(paths.num_nodes for paths in grown) - 1)
-        num_nodes = self._worthwhile([paths for paths, over in zip(grown, is_over, strict=True) if not over])
-        num_nodes = min(most_nodes, next((size for size in self.sizes or () if size >= num_nodes), num_nodes))
+            return grown, num_nodes
         for row, paths in enumerate(grown):
             if paths.num_nodes <= num_nodes and not is_over[row]:  # the other rows pay for its nodes
                 grown[row] = grow_paths(rows[row], num_slots, num_nodes)
+        self._depths.append(max(max(paths.depths[: num_nodes + 1]) for paths in grown))
         return grown, num_nodes
 
     def record(self, num_nodes: int, choices: list[list[int]], seconds: float | None) -> None:
@@ -214,21 +236,42 @@ class TreeBudget:
     def _worthwhile(self, grown: list[GrownPaths]) -> int:
         """Nodes beside the anchor up to which each one's mean chance pays for its time."""
         longest = max(paths.num_nodes for paths in grown)
+        most = longest - 1
         gains = [
             sum(paths.chances[node] for paths in grown if node < paths.num_nodes) / len(grown)
             for node in range(longest)
         ]
-        costs = [self.times.relative(node) for node in range(longest)]
         tokens = list(itertools.accumulate(gains))  # the anchor's own choice is one
-        best = max(range(1, longest), key=lambda node: tokens[node] / costs[node])
+        costs = {size: self.times.relative(size) for size in self._sizes_for(most)}
+        best = max(costs, key=lambda size: tokens[min(size, most)] / costs[size])
         # Expected tokens vary less than found ones.
-        rate = (self._expected + _OWN_ROUNDS * tokens[best]) / (self._cost + _OWN_ROUNDS * costs[best])
+        rate = (self._expected + _OWN_ROUNDS * tokens[min(best, most)]) / (self._cost + _OWN_ROUNDS * costs[best])
         rate = max(rate, 1.0 / self.times.relative_plain())
-        num_nodes = 1
-        while num_nodes + 1 < longest and gains[num_nodes + 1] >= rate * (costs[num_nodes + 1] - costs[num_nodes]):
-            num_nodes += 1
-        self._expected_tokens = tokens[num_nodes]
+        num_nodes = max(costs, key=lambda size: tokens[min(size, most)] - rate * costs[size])
+        self._expected_tokens = tokens[min(num_nodes, most)]
         return num_nodes
+
+    def _sizes_for(self, most: int) -> list[int]:
+        """Sizes to choose from for trees of at most so many nodes, the next of the menu included."""
+        if self.sizes is None:
+            return list(range(1, most + 1))
+        smaller = [size for size in self.sizes if size < most]
+        return smaller + self.sizes[len(smaller) : len(smaller) + 1]
+
+
+def _repeat(tokens: list[list[int]], slot: int, parent: int) -> int | None:
+    """Rank of the candidate that has the token of its parent, which has rank `parent` in the slot before."""
+    # The first slot's parent is the anchor, which the draft knows.
+    token = tokens[slot - 1][parent] if slot else None
+    return tokens[slot].index(token) if token in tokens[slot] else None
+
+
+def _kind(rank: int, is_below_main: bool, repeat: int | None) -> int:
+    if rank == repeat:
+        return _REPEAT
+    if not is_below_main:
+        return _ASIDE
+    return _OTHER if rank else _LIKELIEST
 
 
 def _shifted(chance: float, shift: float) -> float:

@@ -13,7 +13,9 @@ MAX_CANDIDATES = 8
 # No tree that pays has more nodes; a bound for the time that growing takes.
 MAX_NODES = 127
 
-Chances = Callable[[int, bool], list[float]]
+# From a slot, whether the nodes before it all have rank 0, and the rank of the last of them (0 for the anchor), to the
+# slot's candidates there: chance and rank of each, highest chance first.
+Children = Callable[[int, bool, int], list[tuple[float, int]]]
 
 
 @dataclass
@@ -59,23 +61,22 @@ class GrownPaths:
         return len(self.parents)
 
     def main_path(self, num_nodes: int) -> list[int]:
-        """Of the first `num_nodes` nodes those that follow each slot's likeliest token, from the anchor on."""
+        """Of the first `num_nodes` nodes the likeliest child of the anchor, its likeliest child, and so on."""
         path = [0]
         for node in range(1, num_nodes):
-            if self.parents[node] == path[-1] and self.ranks[node] == 0:
+            if self.parents[node] == path[-1]:  # its first child; another one has an earlier parent by then
                 path.append(node)
         return path
 
 
-def grow_paths(chances: Chances, num_slots: int, num_nodes: int, min_chance: float = 0.0) -> GrownPaths:
+def grow_paths(children: Children, num_slots: int, num_nodes: int, min_chance: float = 0.0) -> GrownPaths:
     """The `num_nodes` likeliest paths under an anchor, or those above `min_chance` if they are fewer.
 
-    A path's chance is the product of its tokens' chances. As they fall with the rank, a path's next sibling and its
-    first child are the only ones that it can bring into question, so a heap finds the best nodes one by one.
+    A path's chance is the product of its tokens' chances. As siblings come likeliest first, a path's next sibling and
+    its first child are the only ones that it can bring into question, so a heap finds the best nodes one by one.
 
     Args:
-        chances (`Callable`): From a slot, and whether the nodes before it are the likeliest of theirs, to the chances
-            of the slot's candidates, which fall with the rank.
+        children (`Callable`): See `Children`.
         num_slots (`int`): Slots of the draft.
         num_nodes (`int`): Nodes beside the anchor, at least 1.
         min_chance (`float`): Nodes below it are left out, except the first.
@@ -83,25 +84,28 @@ def grow_paths(chances: Chances, num_slots: int, num_nodes: int, min_chance: flo
     """
     paths = GrownPaths([-1], [0], [0], [1.0])
     is_main = [True]
-    # Negative chance, a counter that keeps the order of equals, parent, rank.
-    heap = [(-chances(0, True)[0], 0, 0, 0)]
+    candidates = [children(0, True, 0)]  # under each node
+    # Negative chance, a counter that keeps the order of equals, parent, place among the parent's candidates.
+    heap = [(-candidates[0][0][0], 0, 0, 0)]
     num_pushed = 1
     while heap and paths.num_nodes <= num_nodes:
-        negative, _, parent, rank = heapq.heappop(heap)
+        negative, _, parent, place = heapq.heappop(heap)
         if -negative < min_chance and paths.num_nodes > 1:
             break
         depth = paths.depths[parent] + 1
         node = paths.num_nodes
+        siblings = candidates[parent]
+        rank = siblings[place][1]
         paths.parents.append(parent)
         paths.depths.append(depth)
         paths.ranks.append(rank)
         paths.chances.append(-negative)
         is_main.append(is_main[parent] and rank == 0)
-        siblings = chances(depth - 1, is_main[parent])
-        if rank + 1 < len(siblings):
-            heapq.heappush(heap, (-paths.chances[parent] * siblings[rank + 1], num_pushed, parent, rank + 1))
-        if depth < num_slots:
-            heapq.heappush(heap, (negative * chances(depth, is_main[node])[0], num_pushed + 1, node, 0))
+        candidates.append(children(depth, is_main[node], rank) if depth < num_slots else [])
+        if place + 1 < len(siblings):
+            heapq.heappush(heap, (-paths.chances[parent] * siblings[place + 1][0], num_pushed, parent, place + 1))
+        if candidates[node]:
+            heapq.heappush(heap, (negative * candidates[node][0][0], num_pushed + 1, node, 0))
         num_pushed += 2
     return paths
 

@@ -177,22 +177,21 @@ def speculative_sampling_law(
     return chances
 
 
-def best_paths(
-    main_chances: list[list[float]], side_chances: list[list[float]], num_nodes: int
-) -> list[tuple[tuple[int, ...], float]]:
+def best_paths(children, num_slots: int, num_ranks: int, num_nodes: int) -> list[tuple[tuple[int, ...], float]]:
     """The likeliest paths under an anchor, as ranks by slot, from the table of all paths.
 
     Args:
-        main_chances (`list[list[float]]`), side_chances (`list[list[float]]`): Chances by slot and rank, where all
-            nodes before are the likeliest of their slots (rank 0), and elsewhere.
+        children (`Callable`): As `grow_paths` takes them: from a slot, whether all nodes before have rank 0, and the
+            rank of the last one, to (chance, rank) of each candidate.
     """
     paths = []
-    for depth in range(1, len(main_chances) + 1):
-        for ranks in itertools.product(*(range(len(slot)) for slot in main_chances[:depth])):
+    for depth in range(1, num_slots + 1):
+        for ranks in itertools.product(range(num_ranks), repeat=depth):
             chance = 1.0
             for slot, rank in enumerate(ranks):
-                is_below_main = not any(ranks[:slot])
-                chance *= (main_chances if is_below_main else side_chances)[slot][rank]
+                before = ranks[:slot]
+                candidates = children(slot, not any(before), before[-1] if before else 0)
+                chance *= next(chance for chance, other in candidates if other == rank)
             paths.append((ranks, chance))
     return sorted(paths, key=lambda path: -path[1])[:num_nodes]
 
