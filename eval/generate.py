@@ -2,6 +2,7 @@
 
 import statistics
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, set_seed
@@ -27,6 +28,12 @@ class GenerateOptions:
     target_revision: str | None = field(default=None, metadata={"help": "Hub revision of the target."})
     drafter_revision: str | None = field(default=None, metadata={"help": "Hub revision of the drafter."})
     demo: bool = field(default=False, metadata={"help": "Answer eight prompts, compared with plain generate."})
+    method: Literal["dflash", "tree", "whole_block", "fast"] = field(
+        default="dflash", metadata={"help": "How our loop proposes, as in `dflash-eval`."}
+    )
+    draft_window: int | None = field(
+        default=None, metadata={"help": "The newest tokens that the drafter reads; default: all it was made for."}
+    )
     max_new_tokens: int = field(default=128, metadata={"help": "Longest answer."})
     temperature: float = field(default=0.0, metadata={"help": "0 decodes greedily."})
     dtype: str = field(
@@ -57,7 +64,7 @@ def run_prompt(
     """Streams the answer to one prompt and prints its accepted length and speed."""
     inputs = encode_prompt(tokenizer, prompt, target.device)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    decode = decoder("dflash", target, drafter)
+    decode = decoder(options.method, target, drafter, draft_window=options.draft_window)
     answer = decode(inputs, options.max_new_tokens, options.temperature, streamer=streamer)
     print(
         f"[{len(answer.token_ids)} tokens, tau {answer.tau:.2f}, {answer.tokens_per_second:.1f} tokens/s, "
@@ -76,7 +83,8 @@ def run_demo(
 
     Speed is measured in the target's dtype, identity in float32, where it is exact.
     """
-    decode_plain, decode_drafted = (decoder(method, target, drafter) for method in ("plain", "dflash"))
+    decode_plain = decoder("plain", target)
+    decode_drafted = decoder(options.method, target, drafter, draft_window=options.draft_window)
     warm_up = encode_prompt(tokenizer, "Hello.", target.device)
     for decode in (decode_plain, decode_drafted):
         decode(warm_up, 8, 0.0)

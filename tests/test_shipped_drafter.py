@@ -69,9 +69,10 @@ def test_float32_answers_equal_plain_greedy_and_proposals_are_accepted(target_an
 
 
 @pytest.mark.slow
-def test_dflash_generate_streams_text_and_prints_tau(target_and_tokenizer, drafter, capsys):
+@pytest.mark.parametrize("options", [{}, {"method": "tree", "draft_window": 16}], ids=["default", "tree"])
+def test_dflash_generate_streams_text_and_prints_tau(target_and_tokenizer, drafter, capsys, options):
     target, tokenizer = target_and_tokenizer
-    options = GenerateOptions(max_new_tokens=12)
+    options = GenerateOptions(max_new_tokens=12, **options)
     answer = run_prompt(target, drafter, tokenizer, "Name three colours.", options)
     printed = capsys.readouterr().out
     text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
