@@ -62,7 +62,7 @@ demo-train: setup
 # The report on the shipped drafter in docs/; a rerun goes on where it was stopped.
 eval: setup
 	$(BIN)/torchrun --standalone --nproc_per_node 2 -m dflash_hf.eval.run --methods compiled prompt_lookup native authors \
-	  dflash --temperatures 0 1 --max_new_tokens 24 --output_dir $(RUNS)/eval
+	  dflash tree --temperatures 0 1 --max_new_tokens 24 --output_dir $(RUNS)/eval
 
 lint: setup
 	$(BIN)/ruff check .
