@@ -1,3 +1,4 @@
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -12,9 +13,12 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> zipfile.ZipFile:
-    folder = tmp_path_factory.mktemp("wheel")
-    # The build may not write into the checkout, and needs no network: setuptools is in the environment.
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    folder, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source")
+    # A build writes beside its source, and another suite may run in this checkout.
+    kept_out = shutil.ignore_patterns(".*", "build", "runs", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, source, ignore=kept_out, dirs_exist_ok=True)
+    # It needs no network: setuptools is in the environment.
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     (path,) = folder.glob("*.whl")
