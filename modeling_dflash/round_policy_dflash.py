@@ -3,13 +3,14 @@
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from .round_times_dflash import KeptCurves, RoundTimes
+from .round_times_dflash import KeptCurves
 from .tree_budget_dflash import TreeBudget
 from .tree_dflash import TokenTree
 from .tree_growth_dflash import SlotCandidates, build_tree
 from .verify_length_dflash import VerifyLength, fixed_proposals
 
-# What rounds cost in earlier calls, and what their draft's probabilities were worth.
+# What the draft's probabilities were worth in earlier calls. Times are not kept: they follow the length of the text,
+# and those of a long one would pass for those of later, shorter ones.
 _KEPT = KeptCurves()
 
 
@@ -39,7 +40,6 @@ class RoundPolicy:
         sizes: list[int] | None = None,
     ):
         self._models = target, drafter
-        self._is_compiled = sizes is not None
         self._num_rows = num_rows
         # How probable a choice is depends on whether it is drawn, not on the hardware or the rows.
         self._chances_key = ("chances", bool(config.do_sample))
@@ -51,14 +51,11 @@ class RoundPolicy:
             self.tree_budget = TreeBudget(
                 asked or whole_block,
                 size,
-                self._kept_times("tree"),
-                _KEPT.get(*self._models, self._chances_key),
+                calibration=_KEPT.get(*self._models, self._chances_key),
                 sizes=sizes,
             )
         num_fixed = whole_block if asked is None and verifies_whole_block else asked
-        self.verify_length = VerifyLength(
-            whole_block, num_fixed, self._kept_times("chain"), only_whole=self._is_compiled
-        )
+        self.verify_length = VerifyLength(whole_block, num_fixed, only_whole=sizes is not None)
 
     def refuse_trees(self) -> None:
         """Makes all proposals chains, because the target takes no trees."""
@@ -104,28 +101,9 @@ class RoundPolicy:
 
     def keep(self) -> None:
         """Hands on to later calls what this one has learned."""
-        policy = self.tree_budget or self.verify_length
-        if policy.fixed is None:
-            _KEPT.put(*self._models, self._times_key(self._kind), policy.times)
         if self.tree_budget is not None:
             _KEPT.put(*self._models, self._chances_key, self.tree_budget.calibration)
 
-    @property
-    def _kind(self) -> str:
-        return "chain" if self.tree_budget is None else "tree"
-
     def _change_rows(self, num_rows: int) -> None:
-        self.keep()
-        old_key = self._times_key(self._kind)
         self._num_rows = num_rows
-        is_other_bucket = num_rows > 0 and self._times_key(self._kind) != old_key
-        policy = self.tree_budget or self.verify_length
-        policy.rows_have_left(self._kept_times(self._kind) if is_other_bucket else None)
-
-    def _kept_times(self, kind: str) -> RoundTimes | None:
-        return _KEPT.get(*self._models, self._times_key(kind))
-
-    def _times_key(self, kind: str) -> tuple:
-        target = self._models[0]
-        # Batches count as alike between two powers of two.
-        return kind, self._is_compiled, str(target.device), str(target.dtype), self._num_rows.bit_length()
+        (self.tree_budget or self.verify_length).rows_have_left()

@@ -1,5 +1,6 @@
-"""The cost curve of rounds is convex, follows the machine, and outlives a call only in memory."""
+"""The cost curve of rounds is convex and follows the machine; what chances are worth outlives a call in memory only."""
 
+import copy
 import gc
 import random
 
@@ -125,23 +126,27 @@ def test_curves_go_away_with_their_models():
 
 
 @pytest.mark.parametrize("options", [{}, {"num_tree_nodes": "auto"}], ids=["chain", "tree"])
-def test_next_call_starts_with_what_the_last_one_learned(options):
+def test_next_call_measures_its_own_times_and_keeps_what_chances_are_worth(options, monkeypatch):
     target = make_target("llama")
     drafter = make_drafter(target)
     drafter.is_cost_aware = True
-    policies = []
+    at_start, policies = [], []
     original = round_policy_dflash.RoundPolicy.__init__
 
     def recording(self, *args, **kwargs):
         original(self, *args, **kwargs)
         policies.append(self)
-        policies[-1].num_plain_at_start = (self.tree_budget or self.verify_length).times.num_plain
+        policy = self.tree_budget or self.verify_length
+        # Times follow the length of the text: those of a long one may not pass for those of a short one.
+        at_start.append((policy.times.num_plain, policy.times.drafted_sizes))
+        if self.tree_budget is not None:
+            at_start[-1] += (copy.deepcopy(policy.calibration._shifts),)
 
-    round_policy_dflash.RoundPolicy.__init__ = recording
-    try:
-        texts = [generate(target, assistant_model=drafter, **options).tolist() for _ in range(2)]
-    finally:
-        round_policy_dflash.RoundPolicy.__init__ = original
+    monkeypatch.setattr(round_policy_dflash.RoundPolicy, "__init__", recording)
+    texts = [generate(target, assistant_model=drafter, **options).tolist() for _ in range(2)]
     assert texts[0] == texts[1] == generate(target).tolist()
-    assert policies[0].num_plain_at_start == 0 < policies[1].num_plain_at_start
+    assert all(start[:2] == (0, []) for start in at_start)
+    assert all((policy.tree_budget or policy.verify_length).times.drafted_sizes for policy in policies)
+    if "num_tree_nodes" in options:
+        assert at_start[1][2] == policies[0].tree_budget.calibration._shifts != at_start[0][2]
     assert not any("times" in name or "dflash" in name for name in vars(target))
