@@ -213,12 +213,9 @@ class TreeBudget:
         self._expected += self._expected_tokens
         self._cost += self.times.relative(num_nodes)
 
-    def rows_have_left(self, times: RoundTimes | None = None) -> None:
+    def rows_have_left(self) -> None:
         """As [`VerifyLength.rows_have_left`]."""
-        if times is None:
-            self.times.rescale()
-        else:
-            self.times = times
+        self.times.rescale()
 
     def _bounds(self) -> tuple[int, float]:
         """Nodes beside the anchor that a tree may get at most, and the chance below which none pays."""

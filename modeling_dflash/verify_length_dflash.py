@@ -157,17 +157,9 @@ class VerifyLength:
                 self._tries[slot] += 1
                 self._accepted[slot] += slot < accepted
 
-    def rows_have_left(self, times: RoundTimes | None = None) -> None:
-        """To be called when rounds become cheaper because rows of the batch have ended.
-
-        Args:
-            times ([`RoundTimes`], *optional*): Of rounds with so many rows, if there are any; otherwise the ratios of
-                earlier times are kept.
-        """
-        if times is None:
-            self.times.rescale()
-        else:
-            self.times = times
+    def rows_have_left(self) -> None:
+        """To be called when rounds become cheaper because rows of the batch have ended; ratios of times are kept."""
+        self.times.rescale()
 
     def _expected_tokens(self) -> list[float]:
         """Tokens of a round with 0, 1, ... proposals."""

@@ -1,4 +1,4 @@
-"""The cost curve of rounds is convex and follows the machine; what chances are worth outlives a call in memory only."""
+"""The cost curve of rounds is convex and follows the machine; what is kept of a call is kept in memory only."""
 
 import copy
 import gc
