@@ -1,17 +1,47 @@
 """How much each round of a call verifies: a chain or a tree, of which size, or the anchor alone."""
 
+import threading
+import weakref
+from typing import Any
+
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from .round_times_dflash import KeptCurves
-from .tree_budget_dflash import TreeBudget
+from .tree_budget_dflash import ChanceCalibration, TreeBudget
 from .tree_dflash import TokenTree
 from .tree_growth_dflash import SlotCandidates, build_tree
 from .verify_length_dflash import VerifyLength, fixed_proposals
 
-# What the draft's probabilities were worth in earlier calls. Times are not kept: they follow the length of the text,
-# and those of a long one would pass for those of later, shorter ones.
-_KEPT = KeptCurves()
+
+class KeptChances:
+    """What draft probabilities were worth in earlier calls, in memory only: it goes away with target or drafter.
+
+    Each call works on a copy and hands it in at its end, so calls side by side do not disturb each other. Times are
+    not kept: they follow the length of the text, and those of a long one would pass for those of later, shorter ones.
+    """
+
+    def __init__(self):
+        self._by_target: Any = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def get(self, target: PreTrainedModel, drafter: PreTrainedModel, is_sampled: bool) -> ChanceCalibration | None:
+        """A copy of what was handed in last, of calls that draw tokens or of greedy ones."""
+        with self._lock:
+            kept = self._of_pair(target, drafter).get(is_sampled)
+            return None if kept is None else kept.copy()
+
+    def put(
+        self, target: PreTrainedModel, drafter: PreTrainedModel, is_sampled: bool, calibration: ChanceCalibration
+    ) -> None:
+        """Keeps a copy for later calls."""
+        with self._lock:
+            self._of_pair(target, drafter)[is_sampled] = calibration.copy()
+
+    def _of_pair(self, target: PreTrainedModel, drafter: PreTrainedModel) -> dict[bool, ChanceCalibration]:
+        return self._by_target.setdefault(target, weakref.WeakKeyDictionary()).setdefault(drafter, {})
+
+
+_KEPT = KeptChances()
 
 
 class RoundPolicy:
@@ -42,7 +72,7 @@ class RoundPolicy:
         self._models = target, drafter
         self._num_rows = num_rows
         # How probable a choice is depends on whether it is drawn, not on the hardware or the rows.
-        self._chances_key = ("chances", bool(config.do_sample))
+        self._is_sampled = bool(config.do_sample)
         whole_block = drafter.config.block_size - 1
         asked = fixed_proposals(config, drafter.config.block_size)
         self.tree_budget: TreeBudget | None = None
@@ -51,7 +81,7 @@ class RoundPolicy:
             self.tree_budget = TreeBudget(
                 asked or whole_block,
                 size,
-                calibration=_KEPT.get(*self._models, self._chances_key),
+                calibration=_KEPT.get(*self._models, self._is_sampled),
                 sizes=sizes,
             )
         num_fixed = whole_block if asked is None and verifies_whole_block else asked
@@ -102,7 +132,7 @@ class RoundPolicy:
     def keep(self) -> None:
         """Hands on to later calls what this one has learned."""
         if self.tree_budget is not None:
-            _KEPT.put(*self._models, self._chances_key, self.tree_budget.calibration)
+            _KEPT.put(*self._models, self._is_sampled, self.tree_budget.calibration)
 
     def _change_rows(self, num_rows: int) -> None:
         self._num_rows = num_rows

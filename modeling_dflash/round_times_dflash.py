@@ -1,13 +1,7 @@
 """What a round costs against the proposals that it verifies: a convex curve through measured times."""
 
-import copy
 import statistics
-import threading
-import weakref
-from collections import OrderedDict, defaultdict, deque
-from typing import Any
-
-from transformers import PreTrainedModel
+from collections import defaultdict, deque
 
 _TIMES_KEPT = 9  # of each size
 # What the first times are fitted to: one more proposal costs 3% of a round, drafting 15% of a plain one.
@@ -19,7 +13,6 @@ _KNOTS = (16, 32, 64)
 _BEND_PRIOR = 3.0  # times that a steeper slope needs before it counts half
 # So many times in a row, all off by this share to the same side, are a change of the machine or of the context.
 _DRIFT_TIMES, _DRIFT_SHARE = 4, 0.15
-_MAX_KEPT_CURVES = 16  # for each pair of target and drafter
 
 
 class RoundTimes:
@@ -87,15 +80,6 @@ class RoundTimes:
         """The next time tells by which factor all rounds have become cheaper; their ratios are kept."""
         self._is_rescaling = True
 
-    def copy(self) -> "RoundTimes":
-        """An independent copy."""
-        twin = copy.copy(self)
-        twin._seconds = defaultdict(lambda: deque(maxlen=_TIMES_KEPT))
-        for size, times in self._seconds.items():
-            twin._seconds[size].extend(times)
-        twin._errors = deque(self._errors, maxlen=_DRIFT_TIMES)
-        return twin
-
     def _slopes_behind_knots(self) -> list[float]:
         return self._bends or [self.slope] * len(_KNOTS)
 
@@ -162,33 +146,3 @@ class RoundTimes:
                 slope = max(slope, (len(seen) * found + _BEND_PRIOR * slope) / (len(seen) + _BEND_PRIOR))
             self._bends.append(slope)
             height += slope * (end - knot)
-
-
-class KeptCurves:
-    """Curves of earlier calls, in memory only: they go away with their target or drafter and are saved nowhere.
-
-    Each call works on a copy and hands it in at its end, so calls side by side do not disturb each other.
-    """
-
-    def __init__(self):
-        self._by_target: Any = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
-
-    def get(self, target: PreTrainedModel, drafter: PreTrainedModel, key: tuple) -> Any | None:
-        """A copy of what was handed in under `key`, or None."""
-        with self._lock:
-            kept = self._of_pair(target, drafter).get(key)
-            return None if kept is None else kept.copy()
-
-    def put(self, target: PreTrainedModel, drafter: PreTrainedModel, key: tuple, value: Any) -> None:
-        """Keeps `value` for later calls, in place of an older one; only the newest few keys are kept."""
-        with self._lock:
-            kept = self._of_pair(target, drafter)
-            kept[key] = value.copy()
-            kept.move_to_end(key)
-            while len(kept) > _MAX_KEPT_CURVES:
-                kept.popitem(last=False)
-
-    def _of_pair(self, target: PreTrainedModel, drafter: PreTrainedModel) -> OrderedDict:
-        by_drafter = self._by_target.setdefault(target, weakref.WeakKeyDictionary())
-        return by_drafter.setdefault(drafter, OrderedDict())

@@ -102,7 +102,7 @@ class TreeBudget:
     Args:
         max_depth (`int`): Slots of a block that may be used.
         num_nodes (`int`, *optional*): Always so many nodes beside the anchor, the likeliest ones; nothing is timed.
-        times ([`RoundTimes`], *optional*), calibration ([`ChanceCalibration`], *optional*): Of earlier calls.
+        calibration ([`ChanceCalibration`], *optional*): What earlier calls have learned.
         sizes (`list[int]`, *optional*): The only numbers of nodes that differ in cost, ascending: trees are filled up
             to the next of them.
     """
@@ -111,7 +111,6 @@ class TreeBudget:
         self,
         max_depth: int,
         num_nodes: int | None = None,
-        times: RoundTimes | None = None,
         calibration: ChanceCalibration | None = None,
         *,
         sizes: list[int] | None = None,
@@ -119,7 +118,7 @@ class TreeBudget:
         self.sizes = sizes
         self.max_depth = max_depth
         self.fixed = num_nodes
-        self.times = times or RoundTimes(max_depth)
+        self.times = RoundTimes(max_depth)
         self.calibration = calibration or ChanceCalibration()
         self._pauses = DraftPauses()
         self._num_drafted = 0

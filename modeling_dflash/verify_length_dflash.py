@@ -94,7 +94,6 @@ class VerifyLength:
     Args:
         max_proposals (`int`): Proposals of a whole block.
         fixed (`int`, *optional*): Always this number; nothing is measured.
-        times ([`RoundTimes`], *optional*): What rounds cost in earlier calls.
         only_whole (`bool`): Shorter chains cost as much as whole blocks, so there is nothing to shorten.
     """
 
@@ -102,14 +101,13 @@ class VerifyLength:
         self,
         max_proposals: int,
         fixed: int | None = None,
-        times: RoundTimes | None = None,
         *,
         only_whole: bool = False,
     ):
         self.max_proposals = max_proposals
         self.min_proposals = max_proposals if only_whole else 1
         self.fixed = fixed
-        self.times = times or RoundTimes(max_proposals)
+        self.times = RoundTimes(max_proposals)
         self._accepted = [0.0] * max_proposals
         self._tries = [0.0] * max_proposals
         self._num_drafted = 0

@@ -1,15 +1,10 @@
-"""The cost curve of rounds is convex and follows the machine; what is kept of a call is kept in memory only."""
+"""The cost curve of rounds is convex, and follows the machine."""
 
-import copy
-import gc
 import random
 
 import pytest
-from generation_material import generate, make_drafter, make_target
-from torch import nn
 
-from dflash_hf import round_policy_dflash
-from dflash_hf.round_times_dflash import KeptCurves, RoundTimes
+from dflash_hf.round_times_dflash import RoundTimes
 
 
 def timed(seconds_of, sizes, *, noise=0.0, seed=0, repeats=1):
@@ -82,71 +77,3 @@ def test_drift_of_the_machine_scales_the_curve_and_keeps_its_shape(factor):
     assert times.base == pytest.approx(factor * base, rel=0.15)
     assert times.relative(12) == pytest.approx(relative, rel=0.08)
     assert times.plain_seconds() == pytest.approx(factor, rel=0.1)
-
-
-def test_copy_is_independent():
-    times = timed(lambda size: 1.0 + 0.04 * size, [7, 3, 10])
-    twin = times.copy()
-    base = times.base
-    for _ in range(9):
-        twin.add(7, 50.0)
-    assert times.base == base != twin.base
-
-
-# Kept curves
-
-
-class Model(nn.Module):
-    pass
-
-
-def test_curves_are_kept_as_copies_and_only_the_newest_few():
-    kept, target, drafter = KeptCurves(), Model(), Model()
-    assert kept.get(target, drafter, ("chain",)) is None
-    times = timed(lambda size: 1.0, [3])
-    kept.put(target, drafter, ("chain",), times)
-    assert kept.get(target, drafter, ("chain",)).base == times.base
-    assert kept.get(target, drafter, ("chain",)) is not times
-    assert kept.get(target, Model(), ("chain",)) is None and kept.get(Model(), drafter, ("chain",)) is None
-    for number in range(40):
-        kept.put(target, drafter, (number,), times)
-    assert kept.get(target, drafter, ("chain",)) is None and kept.get(target, drafter, (39,)) is not None
-
-
-def test_curves_go_away_with_their_models():
-    kept, target, drafter = KeptCurves(), Model(), Model()
-    kept.put(target, drafter, ("chain",), RoundTimes(7))
-    del drafter
-    gc.collect()
-    assert all(len(by_drafter) == 0 for by_drafter in kept._by_target.values())
-    kept.put(target, Model(), ("chain",), RoundTimes(7))
-    del target
-    gc.collect()
-    assert len(kept._by_target) == 0
-
-
-@pytest.mark.parametrize("options", [{}, {"num_tree_nodes": "auto"}], ids=["chain", "tree"])
-def test_next_call_measures_its_own_times_and_keeps_what_chances_are_worth(options, monkeypatch):
-    target = make_target("llama")
-    drafter = make_drafter(target)
-    drafter.is_cost_aware = True
-    at_start, policies = [], []
-    original = round_policy_dflash.RoundPolicy.__init__
-
-    def recording(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        policies.append(self)
-        policy = self.tree_budget or self.verify_length
-        # Times follow the length of the text: those of a long one may not pass for those of a short one.
-        at_start.append((policy.times.num_plain, policy.times.drafted_sizes))
-        if self.tree_budget is not None:
-            at_start[-1] += (copy.deepcopy(policy.calibration._shifts),)
-
-    monkeypatch.setattr(round_policy_dflash.RoundPolicy, "__init__", recording)
-    texts = [generate(target, assistant_model=drafter, **options).tolist() for _ in range(2)]
-    assert texts[0] == texts[1] == generate(target).tolist()
-    assert all(start[:2] == (0, []) for start in at_start)
-    assert all((policy.tree_budget or policy.verify_length).times.drafted_sizes for policy in policies)
-    if "num_tree_nodes" in options:
-        assert at_start[1][2] == policies[0].tree_budget.calibration._shifts != at_start[0][2]
-    assert not any("times" in name or "dflash" in name for name in vars(target))
